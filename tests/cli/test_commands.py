@@ -198,6 +198,16 @@ def test_evaluate_report_and_resume_of_a_complete_run(whole: Whole) -> None:
     assert fewer.complaint.startswith("run.steps = 3, but runs/whole/checkpoints/step-6 has finished 6 steps")
 
 
+def test_the_model_of_a_run_keeps_its_step_while_the_run_is_extended(gleanrl: CommandLine) -> None:
+    assert gleanrl.train("run", "--run.steps", "2").status == 0
+    assert gleanrl("export", "run").status == 0
+    at = ("gleanrl.learners.engine:LocalEngine.step", 2, "SIGINT")
+    assert gleanrl.train("run", "--resume", at=at).status == 130
+    assert gleanrl.run("run").read_metrics()[-1].step > 2
+    for model in ("runs/run/model", "runs/run/exports/step-2"):
+        assert [row.step for row in evaluated(gleanrl, model).read_metrics()] == [2]
+
+
 def evaluated(gleanrl: CommandLine, *argv: str) -> RunFolder:
     """Run `gleanrl evaluate` and return the folder that it wrote."""
     ended = gleanrl("evaluate", *argv)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
@@ -58,7 +57,7 @@ def find_source(name: str) -> Source:
         UserError: there is no such run, preset or file, the run has no checkpoint yet, or the checkpoint is damaged.
     """
     from gleanrl.runtime.checkpoints import find_checkpoint
-    from gleanrl.runtime.run_folder import RunFolder, find_run
+    from gleanrl.runtime.run_folder import MODEL_STEP, RunFolder, find_run
 
     path = find_run(name)
     own = RunFolder(path.parent)
@@ -88,9 +87,9 @@ def find_source(name: str) -> Source:
                 f"{path} is a model outside of a run folder, which does not say which tasks it is for; use "
                 f"gleanrl evaluate PRESET_OR_TOML --model.init {path} --warm_start.enabled false"
             )
-        if of_step := re.fullmatch(r"step-(\d+)", path.name):
-            step = int(of_step[1])
-        else:
+        if (path / MODEL_STEP).exists():
+            step = int((path / MODEL_STEP).read_text())
+        else:  # the run was killed right after it had exported the model
             rows = run.read_metrics()
             step = rows[-1].step if rows else 0
         return Source(str(run.config_path), run.evaluations_path, path.name, name, step, model=path)

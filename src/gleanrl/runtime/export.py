@@ -9,7 +9,7 @@ from gleanrl.learners.engine import LocalEngine
 from gleanrl.learners.models import AUTO, export, export_adapters
 from gleanrl.runtime.local import set_up_libraries
 from gleanrl.runtime.prepare import check_tokenizer, needs_expert, prepare_model, save_model
-from gleanrl.runtime.run_folder import Checkpoint
+from gleanrl.runtime.run_folder import MODEL_STEP, Checkpoint
 from gleanrl.utils import atomic
 from gleanrl.utils.errors import UserError
 from gleanrl.utils.progress import Progress
@@ -63,3 +63,4 @@ def run_export(
             if base is None:
                 save_model(partial / "base", engine.model.unload(), tokenizer)
         (partial / "README.md").write_text(card, encoding="utf-8")
+        (partial / MODEL_STEP).write_text(f"{checkpoint.step}\n")

@@ -52,7 +52,7 @@ from gleanrl.runtime.observer import RunObserver
 from gleanrl.runtime.prepare import Prepared, check_tokenizer, prepare
 from gleanrl.runtime.process import handle_signals, open_run
 from gleanrl.runtime.rewards import RewardSource, make_scorer, reward_source
-from gleanrl.runtime.run_folder import Checkpoint, OpenMonitors, RunFolder, RunInfo
+from gleanrl.runtime.run_folder import MODEL_STEP, Checkpoint, OpenMonitors, RunFolder, RunInfo
 from gleanrl.runtime.sharded import learner_ranks
 from gleanrl.samplers import SAMPLERS, is_deterministic, shares_with_evaluation
 from gleanrl.schedule.collapse import CollapseWatch
@@ -165,6 +165,7 @@ async def train_with(builder: Builder, monitors: OpenMonitors, *, resume: bool) 
                 raise
         if not run.interruption.interrupted:
             run.learner.export(builder.folder.model_path)
+            atomic.write_text(builder.folder.model_path / MODEL_STEP, f"{run.step}\n")
             if failures := describe_failures(builder.folder, builder.folder.read_metrics()):
                 log.warning(failures)
         return not run.interruption.interrupted

@@ -30,6 +30,10 @@ log = logging.getLogger(__name__)
 _CHECKPOINT = re.compile(r"step-(\d+)")
 _ROLLOUTS = re.compile(r"step-(\d+)\.jsonl\.zst")
 
+MODEL_STEP = "step.txt"
+"""File in the folder of an exported model: the number of steps that it was trained for. The metrics of its run do not
+tell this, because the run may have been continued."""
+
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
