@@ -363,6 +363,35 @@ def test_examples_in_a_task_s_prompt_are_shown_in_demonstrations_and_not_trained
     assert expert((), ())["content"] == tasks[0].payload["solution"]
 
 
+ECHO = """
+class Echo:
+    def reset(self, word):
+        return f" {word}"
+    def expert(self, word):
+        yield word
+    def get_reward(self):
+        return 1.0
+    def look(self) -> str:
+        'Look.'
+        return "nothing"
+"""
+
+
+def test_examples_in_the_prompt_of_a_tool_environment_are_shown_and_not_trained(tmp_path: Path) -> None:
+    (tmp_path / "echo.py").write_text(ECHO)
+    told = [("system", "Echo."), ("user", "say a"), ("assistant", "an example"), ("user", "say")]
+    prompt = [{"role": role, "content": text} for role, text in told]
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"prompt": prompt, "word": str(i)}) for i in range(60)))
+    data = f"{{environment_factory = '{tmp_path / 'echo.py'}:Echo', data = '{tmp_path / 'rows.jsonl'}'}}"
+    config = small(("environment.name", "tools"), ("environment.options", data))
+    made = prepare(config, Silent())
+    for tokens, mask, _ in supervised_examples(config, made.tokenizer, made.demonstrations):
+        said = made.tokenizer.decode(tokens[mask], skip_special_tokens=True)
+        assert said.isdigit()
+        assert "an example" in (shown := made.tokenizer.decode(tokens[~mask]))
+        assert f"say {said}" in shown
+
+
 def test_demonstrations_that_no_task_has_end_after_each_task_was_tried(tmp_path: Path) -> None:
     config = agents(tmp_path)  # the rows have one answer each
     taskset, own = load_taskset(config.environment, 0), AgentTaskset.agent_expert

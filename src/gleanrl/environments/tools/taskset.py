@@ -109,7 +109,13 @@ class ToolTaskset(Taskset):
                     f"{self.data or self.environment_factory} has a row without {self.prompt!r}; set "
                     f"environment.options.prompt to one of its columns: {', '.join(row)}"
                 )
-        return [Task(name, payload={"row": row}) for _, (name, row) in chosen]
+        tasks = []
+        for _, (name, row) in chosen:
+            opening = self._opening(row)
+            # Examples are in the prompt of the task, which no demonstration trains as what the expert says.
+            answers = [number for number, message in enumerate(opening, 1) if message["role"] == "assistant"]
+            tasks.append(Task(name, tuple(opening[: max(answers, default=0)]), {"row": row}))
+        return tasks
 
     def environment(self, task: Task) -> Environment:
         return self._environment(task, self._make_holders())
@@ -131,20 +137,26 @@ class ToolTaskset(Taskset):
                     "demonstrate; set warm_start.enabled = false and model.init to a model that can call tools"
                 )
             moves: Any = expert(**select_arguments(expert, task.payload["row"]))
-            return await play_expert(self._environment(task, holders), moves)
+            conversation, score = await play_expert(self._environment(task, holders), moves)
+            return (*task.prompt, *conversation), score
 
         return background_loop.run(play())
 
     def _environment(self, task: Task, holders: Sequence[Any]) -> ToolEnvironment:
         row = task.payload["row"]
+        prompt = self._opening(row)[len(task.prompt) :]
+        return ToolEnvironment(holders, prompt=prompt, row=row, max_calls=self.max_calls, max_output=self.max_output)
+
+    def _opening(self, row: Mapping[str, Any]) -> list[Message]:
+        """Return the messages with which the episode of a row begins, before a method ``reset`` adds its text."""
         prompt = row.get(self.prompt)
         if isinstance(prompt, str):
-            prompt = [Message(role="user", content=prompt)]
-        elif prompt is None:
-            prompt = []
-        elif not isinstance(prompt, list) or not all(_is_message(message) for message in prompt):
+            return [Message(role="user", content=prompt)]
+        if prompt is None:
+            return []
+        if not isinstance(prompt, list) or not all(_is_message(message) for message in prompt):
             raise UserError(f"environment.options.prompt: a text or a list of messages is expected, not {prompt!r:.60}")
-        return ToolEnvironment(holders, prompt=prompt, row=row, max_calls=self.max_calls, max_output=self.max_output)
+        return prompt
 
     def _class(self) -> Any:
         factory = self.environment_factory
