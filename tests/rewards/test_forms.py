@@ -337,6 +337,15 @@ def test_the_solution_str_of_verl_holds_all_messages_after_the_prompt() -> None:
     assert score(f"verl:{HERE}:compute_score", Request(Task("t", payload=payload), messages)).value == 1.0
 
 
+def test_an_example_in_a_task_s_prompt_is_no_answer_for_verl_and_trl() -> None:
+    shown = ("user", "1 + 1"), ("assistant", "2"), ("user", "2 + 2")
+    prompt = tuple(Message(role=role, content=text) for role, text in shown)
+    task = Task("t", prompt, {**VERL, "data_source": "float", "reward_model": {"ground_truth": "4"}})
+    asked = Request(task, (Message(role="system", content="Be brief."), *prompt, {"role": "assistant", "content": "4"}))
+    assert score(f"verl:{HERE}:compute_score", asked).value == 1.0
+    assert score(f"trl:{HERE}:exact_match_async", asked).value == 1.0  # the number of messages in the completion
+
+
 def test_a_verl_reward_without_ground_truth_in_the_payload_raises_a_user_error() -> None:
     with pytest.raises(UserError, match=r"reward_model.ground_truth.*'t'.*answer"):
         score(f"verl:{HERE}:compute_score", request(answer="x"))

@@ -7,6 +7,7 @@ import asyncio
 import re
 import tomllib
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -253,8 +254,12 @@ def test_the_conversation_field_shows_tool_calls_and_tool_results() -> None:
     assert shown("{conversation}") == expected
 
 
-def test_for_a_task_without_prompt_the_first_message_is_shown_as_the_task() -> None:
+def test_a_question_that_the_environment_asks_is_shown_as_the_task() -> None:
     assert shown("{task}|{response}", asked(task=Task("t"))) == "What is 2+2?|4, worth 5"
+    examples: tuple[Message, ...] = ({"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"})
+    played = asked()
+    after = replace(played, task=Task("t", examples), messages=(*examples, *played.messages))
+    assert shown("{task}|{response}", after) == "1+1?\n\n2\n\nWhat is 2+2?|4, worth 5"
 
 
 def test_a_template_field_that_the_payload_lacks_raises_a_user_error() -> None:

@@ -389,7 +389,7 @@ class VerlAdapter(RewardAdapter):
 
     The payload of each task is a row of a dataset in verl's format: ``data_source``, ``reward_model.ground_truth`` and
     optionally ``extra_info``, to which ``group_uid`` and ``group_size`` are added. ``solution_str`` is the text of all
-    messages from the first assistant message on.
+    messages from the model's first message on.
     """
 
     arguments = 4
@@ -404,7 +404,7 @@ class VerlAdapter(RewardAdapter):
                 f"reward verl:{self._name} needs data_source and reward_model.ground_truth in the payload of task "
                 f"{request.task.id!r}, which has {', '.join(row) or 'nothing'}"
             ) from None
-        _, played = split_at_first_answer(request.messages)
+        _, played = split_at_first_answer(request)
         text = "\n".join(message["content"] or "" for message in played)
         extra = dict(row.get("extra_info") or {})
         extra |= {name: request.info[name] for name in (GROUP_UID, GROUP_SIZE) if name in request.info}
@@ -446,7 +446,7 @@ class TrlAdapter(RewardAdapter):
         prompts: list[Any] = []
         completions: list[Any] = []
         for row in rows:
-            prompt, completion = split_at_first_answer(row.messages)
+            prompt, completion = split_at_first_answer(row)
             text = row.task.payload.get("prompt")
             prompts.append(text if isinstance(text, str) else prompt)
             completions.append(row.response if isinstance(text, str) else completion)
@@ -483,10 +483,15 @@ _TRL_ARGUMENTS = frozenset({"prompt", "prompts", "completion", "completions", "c
 _ADAPTERS: Mapping[str, type[RewardAdapter]] = {"gleanrl": RewardAdapter, "verl": VerlAdapter, "trl": TrlAdapter}
 
 
-def split_at_first_answer(messages: Sequence[Message]) -> tuple[list[Message], list[Message]]:
-    """Return two lists: the messages before the first assistant message, and the messages from it on."""
-    first = next((i for i, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
-    return list(messages[:first]), list(messages[first:])
+def split_at_first_answer(request: Request) -> tuple[list[Message], list[Message]]:
+    """Return two lists: the messages before the model's first message, and the messages from it on.
+
+    Messages of the assistant in the task's prompt are examples, which the model has not written.
+    """
+    examples = sum(message["role"] == "assistant" for message in request.task.prompt)
+    answers = [number for number, message in enumerate(request.messages) if message["role"] == "assistant"]
+    first = answers[examples] if len(answers) > examples else len(request.messages)
+    return list(request.messages[:first]), list(request.messages[first:])
 
 
 def check_options(name: str, target: Callable[..., Any], options: Iterable[str], *, given: int = 0) -> None:

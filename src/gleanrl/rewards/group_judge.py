@@ -21,6 +21,7 @@ from gleanrl.rewards.judge import (
     object_schema,
     read_json,
     read_scale,
+    task_messages,
     task_text,
 )
 from gleanrl.rewards.request import NotApplicable, Request, finite, shorten
@@ -120,11 +121,9 @@ class GroupJudge(JudgeScorer):
         shown = []
         for row in members:
             # The judge sees these messages once, in the field {task}.
-            first = len(row.task.prompt)
-            repeated = row.messages[:first] == row.task.prompt
-            if not row.task.prompt and row.messages:
-                first, repeated = 1, row.messages[0]["role"] == "user"
-            own = replace(row, messages=row.messages[first:]) if repeated else row
+            stated = task_messages(row)
+            repeated = [*row.messages[: len(stated)]] == stated
+            own = replace(row, messages=row.messages[len(stated) :]) if repeated else row
             shown.append(fill(self._member, own, {**bounds, "task": task_text(row)}))
         # The order depends on the texts and not on the order of the members, so that equal groups are asked equally.
         texts = sorted(set(shown))

@@ -24,7 +24,7 @@ from typing import Any, Literal, Unpack
 from gleanrl.rewards.http import EXPLANATION, ServiceScorer, idempotency_key, read_cost, version_of
 from gleanrl.rewards.request import Request, finite, shorten
 from gleanrl.rollout.thinking import CLOSE
-from gleanrl.types import Score
+from gleanrl.types import Message, Score
 from gleanrl.utils.errors import UserError
 from gleanrl.utils.http import ConnectionOptions, HttpClient, decode_json
 from gleanrl.utils.importing import load_object
@@ -413,10 +413,20 @@ def fill(template: str, request: Request, values: Mapping[str, str]) -> str:
     return "".join(text)
 
 
+def task_messages(request: Request) -> list[Message]:
+    """Return the messages that state the task: its prompt, and the first user message after it if that does not ask.
+
+    A prompt that is empty or ends with an answer, which is an example, leaves the question to the environment.
+    """
+    prompt = [*request.task.prompt]
+    if not prompt or prompt[-1]["role"] == "assistant":
+        prompt += [message for message in request.messages[len(prompt) :] if message["role"] == "user"][:1]
+    return prompt
+
+
 def task_text(request: Request) -> str:
-    """Return the task's prompt. If the task has none, the environment gives it as the first user message."""
-    prompt = request.task.prompt or [m for m in request.messages if m["role"] == "user"][:1]
-    return "\n\n".join(message["content"] or "" for message in prompt)
+    """Return the texts of `task_messages`."""
+    return "\n\n".join(message["content"] or "" for message in task_messages(request))
 
 
 def check_template(template: str, fields: Collection[str], setting: str = "template") -> list[str]:
