@@ -152,16 +152,18 @@ class Timeline:
 
 
 class BusyClock:
-    """Measures for how many seconds at least one of several overlapping ``with clock:`` blocks was running.
-
-    The time of a block is added to `seconds` when no block is running any more.
-    """
+    """Measures for how many seconds at least one of several overlapping ``with clock:`` blocks was running."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.seconds = 0.0
         self._clock = clock
+        self._ended = 0.0  # seconds until a time at which no block was running
         self._open = 0
         self._since = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Seconds until now, those of blocks that are running included."""
+        return self._ended + (self._clock() - self._since if self._open else 0.0)
 
     def __enter__(self) -> None:
         if self._open == 0:
@@ -171,7 +173,7 @@ class BusyClock:
     def __exit__(self, *_: object) -> None:
         self._open -= 1
         if self._open == 0:
-            self.seconds += self._clock() - self._since
+            self._ended += self._clock() - self._since
 
 
 def covered(spans: Iterable[tuple[float, float]], since: float, until: float) -> float:
