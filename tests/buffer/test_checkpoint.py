@@ -21,8 +21,8 @@ from gleanrl.utils.errors import UserError
 from tests.buffer.world import assert_same, flip, trajectory
 
 
-def made(path: Path | None, *numbers: int, **how: str) -> TrajectoryReplayBuffer:
-    buffer = TrajectoryReplayBuffer(path, seed=0, segment_bytes=1 << 18, **how)  # type: ignore[arg-type]
+def made(path: Path | None, *numbers: int, **how: Any) -> TrajectoryReplayBuffer:
+    buffer = TrajectoryReplayBuffer(path, seed=0, segment_bytes=1 << 18, **how)
     buffer.add_trajectories([trajectory(number) for number in numbers])
     return buffer
 
@@ -208,3 +208,21 @@ def test_a_flipped_bit_in_an_rlinf_checkpoint_prevents_loading_it(tmp_path: Path
         with pytest.raises(UserError, match="is not what was written"):
             buffer.load_checkpoint(tmp_path / "rlinf")
         assert len(buffer) == 1
+
+
+def test_checkpoints_that_an_earlier_save_of_more_ranks_left_are_not_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for ranks in (3, 2):
+        monkeypatch.setenv("WORLD_SIZE", str(ranks))
+        for rank in range(ranks):
+            with made(None, 10 * ranks + rank, rank=rank) as buffer:
+                buffer.save_checkpoint(tmp_path / "ranks" / f"rank_{rank}")
+    with made(None, 1) as buffer:
+        for how in ({}, {"is_distributed": True, "local_rank": 1, "world_size": 2}):
+            with pytest.raises(UserError, match=r"ranks: .*\(rank_1 is one of 2, rank_2 is one of 3\)"):
+                buffer.load_checkpoint(tmp_path / "ranks", **how)
+        assert_same(buffer.trajectory(0), trajectory(1))
+        shutil.rmtree(tmp_path / "ranks" / "rank_2")
+        buffer.load_checkpoint(tmp_path / "ranks")
+        assert_same(buffer.trajectory(1), trajectory(21))

@@ -48,19 +48,20 @@ class State(CheckedJson, frozen=True, forbid_unknown_fields=True, kw_only=True):
     seed: int
     generator: str  # state of the `torch.Generator`, in base64
     rank: int  # rank that saved the checkpoint
+    ranks: int | None  # number of ranks that saved a checkpoint at that time; None: unknown
 
 
-def save(sampler: Sampler, path: Path, *, seed: int, rank: int) -> None:
+def save(sampler: Sampler, path: Path, *, seed: int, rank: int, ranks: int | None) -> None:
     """Write a checkpoint of ``sampler`` to the folder ``path``, either completely or not at all.
 
-    ``seed`` and ``rank`` are stored for `read_sampler_state`. Raises `UserError` if the disk is full.
+    ``seed``, ``rank`` and ``ranks`` are stored for `read_sampler_state`. Raises `UserError` if the disk is full.
     """
     storage = sampler.storage
     with atomic.directory(path) as folder, storage.lock:
         storage.refresh()
         same_rows = storage.write_checkpoint(folder)
         generator = base64.b64encode(sampler.stream.state().numpy().tobytes()).decode()
-        (folder / STATE).write_bytes(State(seed=seed, generator=generator, rank=rank).encode())
+        (folder / STATE).write_bytes(State(seed=seed, generator=generator, rank=rank, ranks=ranks).encode())
         if sampler.priorities is not None and not same_rows:
             why = "its trajectories have different fields, so their rows have other numbers in the checkpoint"
             warnings.warn(f"{path}: has no priorities: {why}", stacklevel=2)
@@ -245,7 +246,8 @@ def read_sampler_state(paths: Sequence[Path], *, seed: int, stream: int, rank: i
         rank, ranks: index of the part that is loaded, and number of parts.
 
     Raises:
-        UserError: a file is damaged, or ``rank`` is not between 0 and ``ranks`` - 1.
+        UserError: a file is damaged, the checkpoints were saved by different numbers of ranks, or ``rank`` is not
+            between 0 and ``ranks`` - 1.
     """
     if not 0 <= rank < ranks:
         raise UserError(f"rank {rank} of {ranks}: ranks count from 0 to {ranks - 1}")
@@ -258,6 +260,13 @@ def read_sampler_state(paths: Sequence[Path], *, seed: int, stream: int, rank: i
         except (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile) as error:
             raise UserError(f"{file}: damaged ({error})") from None
     states = [read_state(path) for path in paths]
+    saved_by = {state.ranks: path for state, path in zip(states, paths, strict=True) if state and state.ranks}
+    if len(saved_by) > 1:  # fewer ranks have saved into a folder where more ranks had saved before
+        found = ", ".join(f"{path.name} is one of {count}" for count, path in sorted(saved_by.items()))
+        raise UserError(
+            f"{paths[0].parent}: checkpoints of different numbers of ranks ({found}), so of more than one save; remove "
+            f"the old ones, or write all to one buffer: gleanrl buffer {paths[0].parent} merge OUT"
+        )
     own = states[rank] if len(paths) == ranks else None
     if own is not None:
         try:

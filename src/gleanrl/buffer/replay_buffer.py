@@ -77,6 +77,10 @@ class TrajectoryReplayBuffer(Sampler):
             trajectories that were added before.
         rank: number of this process's random stream. By default it is the rank in ``torch.distributed``, or if that is
             not initialised the environment variable ``RANK``, or 0.
+        world_size: number of processes that save checkpoints into a common folder together. A later load refuses a
+            folder with checkpoints of different numbers, because some of them are of an earlier save. By default it is
+            the size of ``torch.distributed``, or the environment variable ``WORLD_SIZE``; if neither is there, no
+            folder is refused.
         trajectory_format: format of `save_checkpoint`: ``native``, or ``pt`` for a directory that RLinf can read.
         auto_save_path: RLinf's name for ``path``. It is used if ``path`` is not given.
         cache_size: largest number of files of an RLinf directory that are mapped at once; 0: a default. It has no
@@ -103,6 +107,7 @@ class TrajectoryReplayBuffer(Sampler):
         priority_exponent: Exponent | None = None,
         read_only: Flag = False,
         rank: NonNegative | None = None,
+        world_size: Positive | None = None,
         trajectory_format: Literal["native", "pt"] = "native",
         auto_save_path: str | os.PathLike[str] = "",
         enable_cache: Flag = True,
@@ -111,14 +116,20 @@ class TrajectoryReplayBuffer(Sampler):
     ) -> None:
         folder = path or auto_save_path or None
         self.path = Path(folder) if folder is not None else None
+        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         if rank is None:
-            if torch.distributed.is_available() and torch.distributed.is_initialized():
+            if distributed:
                 rank = torch.distributed.get_rank()
             elif (given := os.environ.get("RANK", "0")).isdecimal():
                 rank = int(given)
             else:
                 raise UserError(f"the environment variable RANK is {given!r}, not a number; unset it, or give rank=...")
-        self.seed, self.rank = seed, rank
+        if world_size is None:
+            if distributed:
+                world_size = torch.distributed.get_world_size()
+            elif (given := os.environ.get("WORLD_SIZE", "")).isdecimal():
+                world_size = int(given)
+        self.seed, self.rank, self.world_size = seed, rank, world_size
         self.trajectory_format = trajectory_format
         storage: BufferReader | rlinf.RLinfReader
         if self.path is not None and rlinf.is_directory(self.path):
@@ -218,7 +229,7 @@ class TrajectoryReplayBuffer(Sampler):
             with self._held():
                 rlinf.export(target, self.storage.verified_all(), seed=self.seed)
         else:
-            checkpoint.save(self, target, seed=self.seed, rank=self.rank)
+            checkpoint.save(self, target, seed=self.seed, rank=self.rank, ranks=self.world_size)
         for left in atomic.left_behind(target):
             # hard links in the folder of an interrupted save would keep files on disk that the buffer has removed
             shutil.rmtree(left, ignore_errors=True)
@@ -253,7 +264,8 @@ class TrajectoryReplayBuffer(Sampler):
                 an error, the buffer keeps its old content.
 
         Raises:
-            UserError: there is no checkpoint, it is damaged, or the disk is full.
+            UserError: there is no checkpoint, it is damaged, the checkpoints of ranks are of several saves (see
+                ``world_size``), or the disk is full.
         """
         self.write_queue.flush()
         self._writer()
@@ -368,7 +380,8 @@ class TrajectoryReplayBuffer(Sampler):
         if (folder := self.storage.folder) is None:
             raise UserError("a buffer in memory belongs to one process; give it a path to read it in another one")
         self._forks += 1
-        how: dict[str, Any] = {"seed": self.seed, "rank": self.rank, "sample_window_size": self.window}
+        how: dict[str, Any] = {"seed": self.seed, "rank": self.rank, "world_size": self.world_size}
+        how["sample_window_size"] = self.window
         if self.priorities is not None:
             how["priority_exponent"] = self.priorities.exponent
         if isinstance(self.storage, rlinf.RLinfReader):

@@ -122,7 +122,8 @@ def split(path: Path, out: Path, parts: int, *, pickles: bool = False, done: Don
         segment_nbytes = min(SEGMENT_NBYTES, max(LEAST_SEGMENT, nbytes // parts))
         with atomic.directory(out) as folder:
             for rank in range(parts):
-                with TrajectoryReplayBuffer(folder / "part", rank=rank, segment_bytes=segment_nbytes) as buffer:
+                ours: dict[str, Any] = {"rank": rank, "world_size": parts, "segment_bytes": segment_nbytes}
+                with TrajectoryReplayBuffer(folder / "part", **ours) as buffer:
                     buffer._load(paths, sources, rank=rank, ranks=parts)
                     buffer.save_checkpoint(folder / RANK.format(rank))
                     written.append((len(buffer), buffer.total_samples))
