@@ -19,6 +19,7 @@ from transformers import (
     BertForMaskedLM,
     Gemma4TextConfig,
     Glm4MoeConfig,
+    Phi3Config,
 )
 
 from gleanrl.config.settings import ModelSettings
@@ -225,6 +226,13 @@ def test_a_directory_without_a_suitable_model_is_named(saved: Path, tmp_path: Pa
 
     with pytest.raises(UserError, match=r"max_context = 65 is longer than the 64"):
         load(saved, max_context=65)
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
+    positions = {"max_position_embeddings": 64, "original_max_position_embeddings": 32}
+    Phi3Config(**positions, rope_parameters=rope).save_pretrained(tmp_path / "long")
+    with pytest.raises(UserError, match=r"\(longrope\) change .* exceeds 32 tokens"):
+        load(tmp_path / "long", max_context=33)
+    with pytest.raises(UserError, match="tokenizer"):
+        load(tmp_path / "long", max_context=32)
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match=r"no config\.json"):
         load(tmp_path / "empty")

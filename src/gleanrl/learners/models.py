@@ -122,9 +122,9 @@ def load_tokenizer(settings: ModelSettings) -> tuple[str, PreTrainedTokenizerBas
 
     Raises:
         UserError: if the model cannot be found, is no causal language model, has a shorter context than
-            ``settings.max_context``, has no chat template, or has fewer embeddings than its tokenizer has tokens, or if
-            the file ``settings.chat_template`` cannot be read. The model's weights are not read, except those of a GGUF
-            file that is not converted yet.
+            ``settings.max_context`` or position embeddings that change within it, has no chat template, or has fewer
+            embeddings than its tokenizer has tokens, or if the file ``settings.chat_template`` cannot be read. The
+            model's weights are not read, except those of a GGUF file that is not converted yet.
     """
     source = local_directory(settings.init)
     config = _pretrained(AutoConfig, source, settings)
@@ -144,6 +144,18 @@ def load_tokenizer(settings: ModelSettings) -> tuple[str, PreTrainedTokenizerBas
             f"model.max_context = {settings.max_context} is longer than the {longest} positions of "
             f"{settings.init!r}; set it to {longest} or less"
         )
+    ropes = getattr(config.get_text_config(), "rope_parameters", None) or {}  # by layer type if these differ
+    for rope in (ropes, *ropes.values()):
+        if type(rope) is dict and rope.get("rope_type") == "longrope":
+            # Such a model has other frequencies for all tokens of a row as soon as the row is longer than this. The
+            # log-probs of a sample would then be others than at sampling, and would change with the padding of its row.
+            switch = rope["original_max_position_embeddings"]
+            if settings.max_context > switch:
+                raise UserError(
+                    f"model.max_context = {settings.max_context}: the position embeddings of {settings.init!r} "
+                    f"(longrope) change for a whole context when it exceeds {switch} tokens, so the log-probs of its "
+                    f"first tokens would change too; set it to {switch} or less"
+                )
     tokenizer_class: Any = AutoTokenizer
     if Path(source).is_dir():
         # For a Qwen2 model, `AutoTokenizer` uses Qwen2's way of splitting text even if the tokenizer file defines
