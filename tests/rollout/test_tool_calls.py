@@ -4,6 +4,7 @@ in this format that cannot be read becomes a call without a name that keeps the 
 from __future__ import annotations
 
 import json
+from time import process_time
 from typing import Any
 
 import pytest
@@ -177,13 +178,19 @@ def test_text_around_calls_becomes_the_content() -> None:
     assert around.split("\n")[0] == "First I add."
     assert around.endswith("Then I see.")
     assert [call.name for call in calls] == ["add", "sub"]
+    for tag in ("", "<|python_tag|>"):
+        text = f"{tag}{say_llama([Call('add', {'a': 1}), Call('sub', {})])}; \nThen I see."
+        assert reading("llama").read(text) == ("Then I see.", [Call("add", {"a": 1}), Call("sub", {})])
 
 
 def test_an_answer_in_json_is_no_call_unless_it_names_a_tool_and_arguments() -> None:
     for answer in ('{"answer": 3}', '{"name": "Ada", "born": 1815}', '{"people": [{"name": "Ada"}]}', '{"name": {}}'):
         assert reading("llama").read(answer) == (answer, [])
     assert reading("llama").read('{"name": "f", "arguments": {}}') == ("", [Call("f", {})])
-    assert reading("llama").read('{"name": "f", "para') == ("", [Call("", '{"name": "f", "para')])
+    for cut in ('{"name": "Ada", "born": 18', '{"name": "Ada", "born": 1815,}'):
+        assert reading("llama").read(cut) == (cut, [])
+    for cut in ('{"name": "f", "parameters": {"a', '{"name": "f" "parameters": {}}'):
+        assert reading("llama").read(cut) == ("", [Call("", cut)])
     assert reading("llama").read('<|python_tag|>{"name": "f", "parameters": {}}') == ("", [Call("f", {})])
 
 
@@ -251,9 +258,29 @@ def test_values_that_are_no_strict_json_or_utf8_are_replaced(arguments: str, car
         assert message["function"]["arguments"] == carried
 
 
-def test_a_call_of_many_spaces_is_read_in_linear_time() -> None:
+@pytest.mark.parametrize(
+    ("reader", "text"),
+    [
+        ("tagged", "<tool_call><function=f>" + "<parameter=a>" * 8_000 + "</function></tool_call>"),
+        ("tagged", "<tool_call><function=f>" + "<parameter=" * 8_000 + "</function></tool_call>"),
+        ("keys", "<tool_call>f" + "<arg_key>a</arg_key><arg_value>" * 4_000 + "</tool_call>"),
+        ("gemma", "<|tool_call>call:f{a" + " " * 200_000),
+    ],
+)
+def test_a_long_text_is_read_in_linear_time(reader: str, text: str) -> None:
     """A quadratic reading takes minutes, in which no other episode goes on."""
-    _, cut = GemmaCalls().read("<|tool_call>call:f{a" + " " * 200_000)
-    assert len(cut) == 1
+    begun = process_time()
+    _, calls = (GemmaCalls() if reader == "gemma" else reading(reader)).read(text)
+    assert calls
+    assert process_time() - begun < 5
+
+
+def test_a_gemma_call_may_have_several_words_as_a_key() -> None:
     _, [call] = GemmaCalls().read("<|tool_call>call:f{two  words : 1, b: [2], c: {d: null}}<tool_call|>")
     assert call.arguments == {"two  words": 1, "b": [2], "c": {"d": None}}
+
+
+def test_a_gemma_call_with_a_text_that_does_not_end_keeps_its_name_and_ends_at_its_tag() -> None:
+    text = 'a:<|"|>x<|"|><|"|>y}'
+    read = GemmaCalls().read(f"<|tool_call>call:f{{{text}<tool_call|>Then I see.")
+    assert read == ("Then I see.", [Call("f", text)])

@@ -222,7 +222,7 @@ class JsonCalls:
     """
 
     # Text before a call. If it is empty, an answer is a call if it begins with an object that has `name` and arguments,
-    # or with "{" and `name` in an object that cannot be parsed.
+    # or with "{" and these two keys in an object that cannot be parsed.
     opening: str
     closing: str  # text after a call; may be empty
     name: str  # key of the tool's name in the JSON object
@@ -233,14 +233,18 @@ class JsonCalls:
             return _between(text, self.opening, self.closing, self._objects)
         tagged = text.strip().startswith("<|python_tag|>")
         body = text.strip().removeprefix("<|python_tag|>").strip()
-        if not (body.startswith("{") and f'"{self.name}"' in body):
+        if not body.startswith("{"):
             return text, []
-        with suppress(ValueError, RecursionError):
+        keys = {self.arguments, "arguments", "parameters"}
+        try:
             found, _ = _DECODER.raw_decode(body)
-            keys = {self.arguments, "arguments", "parameters"} & found.keys()
-            if not (isinstance(found.get(self.name), str) and (keys or tagged)):
-                return text, []
-        return "", self._objects(body)[0]
+            calls = isinstance(found.get(self.name), str) and (tagged or bool(keys & found.keys()))
+        except (ValueError, RecursionError):
+            calls = f'"{self.name}"' in body and (tagged or any(f'"{key}"' in body for key in keys))
+        if not calls:
+            return text, []
+        read, end = self._objects(body)
+        return body[end:].lstrip(_SPACE + ",;"), read
 
     def _objects(self, body: str) -> tuple[list[Call], int]:
         """Return the calls at the start of ``body``, and the offset at which they end."""
@@ -320,10 +324,16 @@ class TaggedCalls:
     def _call(self, body: str) -> tuple[list[Call], int]:
         end = _end_of(body, 0, "</tool_call>")
         match = re.fullmatch(self.call, body[:end].strip(), re.DOTALL)
-        if match is None or re.sub(self.argument, "", match[2], flags=re.DOTALL).strip():
+        inside = "" if match is None else match[2].strip()
+        # One argument after the other, because a search for all of them takes quadratic time where many begin and none
+        # ends.
+        argument, at = re.compile(self.argument + r"\s*", re.DOTALL), 0
+        arguments: dict[str, Any] = {}
+        while found := argument.match(inside, at):
+            arguments[found[1]], at = found[2], found.end()
+        if match is None or at < len(inside):
             return [Call("", body[:end].strip())], end
         name = match[1].strip()
-        arguments: dict[str, Any] = dict(re.findall(self.argument, match[2], re.DOTALL))
         for tool in self.tools:
             if tool["function"]["name"] == name:
                 schema = tool["function"].get("parameters", {})
@@ -380,18 +390,20 @@ class GemmaCalls:
         return _between(text, "<|tool_call>", "<tool_call|>", self._call)
 
     def _call(self, body: str) -> tuple[list[Call], int]:
-        written, end = "", 0
-        for piece in re.split(r'(<\|"\|>.*?<\|"\|>)', body, flags=re.DOTALL):
-            if piece.startswith('<|"|>') and len(piece) > len('<|"|>'):
-                written, end = written + json.dumps(piece[5:-5]), end + len(piece)
-                continue
-            inside, closing, _ = piece.partition("<tool_call|>")
+        written, end, closing, quote = "", 0, -1, '<|"|>'
+        while True:
+            closing = closing if closing >= end else _end_of(body, end, "<tool_call|>")
+            opens = body.find(quote, end, closing)
+            closes = body.find(quote, opens + len(quote)) if opens >= 0 else -1
+            inside = body[end : closing if closes < 0 else opens]
             quoted = re.sub(r'([{,]\s*)([^\s{}\[\],:"]+(?:\s+[^\s{}\[\],:"]+)*)\s*:', r'\1"\2":', inside)
             # Some versions of the template write null as Python does.
             written += re.sub(r"([:\[,]\s*)None(?=\s*[,\]}])", r"\1null", quoted)
-            end += len(inside)
-            if closing:
+            if closes < 0:
+                end = closing
                 break
+            written += json.dumps(body[opens + len(quote) : closes])
+            end = closes + len(quote)
         head, brace, rest = written.partition("{")
         name = head.strip().removeprefix("call:").strip()
         try:
