@@ -96,7 +96,7 @@ def test_a_run_leaves_metrics_checkpoints_a_policy_and_a_report(ended: tuple[Com
     assert sorted(rows) == list(range(9))
     assert [step for step in rows if "eval/return" in rows[step]] == [0, 4, 8]
     assert rows[8]["buffer/rows"] == 8 * 20
-    assert rows[8]["environment/steps"] == 8 * 40
+    assert 8 * 20 < rows[8]["environment/steps"] < 8 * 40  # episodes end within chunks of two steps
     assert rows[8]["buffer/demonstration_rows"] == 40
     assert [rows[step].get("updates/done") for step in range(1, 9)] == [0, 0, 5, 5, 5, 5, 5, 5]
     assert any("reward/mean" in metrics for metrics in rows.values())
@@ -104,7 +104,7 @@ def test_a_run_leaves_metrics_checkpoints_a_policy_and_a_report(ended: tuple[Com
     assert (run.path / "policy.safetensors").is_file()
     facts = embedded(run.report_path)["facts"]
     assert facts["returns"]["last"]["value"] == pytest.approx(rows[8]["eval/return"])
-    assert facts["environment_steps"] == 8 * 40
+    assert facts["environment_steps"] == rows[8]["environment/steps"]
     assert_drawn(opened(run.report_path, gleanrl.folder / "profile"))
     assert "demonstrations: 40 chunk steps" in said.stderr
     assert "training: 8/8" in said.stderr

@@ -189,10 +189,15 @@ def test_demonstrations_can_be_loaded_from_a_native_or_rlinf_checkpoint(tmp_path
 def test_a_run_resumed_from_a_checkpoint_gives_the_same_weights_bit_for_bit(lag: int, tmp_path: Path) -> None:
     settings = config(lag=lag)
     with parts(settings, shown=20) as (worker, actor):
-        train(worker, actor, lag, 4)
+        begun = worker.environments.progress()  # the demonstrations leave episodes that are not over
+        rollouts = train(worker, actor, lag, 4)
         actor.save(tmp_path)
-        train(worker, actor, lag)
+        rollouts += train(worker, actor, lag)
         wanted = learned(actor)
+        # those of the episodes that ended, and two for each chunk of the others
+        open_chunks = [sum(len(own.actions) for own in progress) for progress in (begun, rollouts[-1].progress)]
+        environment_steps = sum(sum(rollout.lengths) for rollout in rollouts) + 2 * (open_chunks[1] - open_chunks[0])
+        assert actor.environment_steps == environment_steps
     with parts(settings, shown=0) as (worker, actor):
         actor.load(tmp_path, 4)
         assert actor.buffer.total_samples == 4 * 20
@@ -204,6 +209,7 @@ def test_a_run_resumed_from_a_checkpoint_gives_the_same_weights_bit_for_bit(lag:
         )
         train(again, actor, lag)
         assert learned(actor) == wanted
+        assert actor.environment_steps == environment_steps
 
 
 def learned(actor: ActorWorker) -> list[bytes]:

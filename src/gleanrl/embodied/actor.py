@@ -43,6 +43,7 @@ class ActorWorker:
         # numbers of chunk steps in a batch that come from the policy and from the demonstrations
         self._own, self._shown = MixedReplayBuffer.divide(config.learner.batch, share)
         self.step = 0  # number of steps done, i.e. of calls of `learn`
+        self.environment_steps = 0  # number of environment steps that were executed for them
         self.progress: Sequence[Progress] | None = None  # states of the environments after the last trajectory
         self.published: deque[Weights] = deque(maxlen=config.schedule.lag + 1)
         self._publish()
@@ -102,11 +103,15 @@ class ActorWorker:
                 totals[name] = totals.get(name, 0.0) + value
         self.step += 1
         self.progress = rollout.progress
+        dones = rollout.trajectory.dones
+        assert dones is not None
+        # The rest of a chunk in which an episode ends is not executed.
+        self.environment_steps += int((dones.cumsum(-1) == dones).sum())
         self._publish()
 
         metrics = {name: float(value) / due for name, value in totals.items()}
         metrics["updates/done"] = due
-        metrics["environment/steps"] = self.step * config.rows_per_step * config.environment.chunk
+        metrics["environment/steps"] = self.environment_steps
         metrics["schedule/lag"] = rollout.number - rollout.version
         metrics["buffer/rows"] = self.buffer.total_samples
         metrics["buffer/trajectories"] = len(self.buffer)
@@ -132,6 +137,7 @@ class ActorWorker:
                 progress.append({"episode": own.episode, "actions": actions, "obs": obs})
         published = [{"version": own.version, "state": dict(own.state)} for own in self.published]
         state = {"sac": self.sac.state_dict(), "published": published, "progress": progress}
+        state["environment_steps"] = self.environment_steps
         # When torch opens the file itself, it does not raise an error if the disk is full.
         with (folder / STATE).open("wb") as stream:
             torch.save(state, stream)
@@ -153,7 +159,7 @@ class ActorWorker:
             ]
         for name, buffer in self._buffers().items():
             buffer.load_checkpoint(folder / BUFFERS / name)
-        self.step = step
+        self.step, self.environment_steps = step, state["environment_steps"]
 
     def _buffers(self) -> dict[str, TrajectoryReplayBuffer]:
         found = {"online": self.buffer}
