@@ -105,6 +105,11 @@ def test_ids_are_computed_from_the_content_of_tasks_and_splits_share_none() -> N
     assert all(len(task.id) == len("verifiers-") + 16 for task in splits["eval"])
 
 
+def test_a_finite_taskset_is_searched_to_its_end() -> None:
+    repeated = sums(args={"repeats": 2_000})  # a taskset without end would be given up long before
+    assert {answer_of(task) for task in repeated.tasks("eval", 9)} == {answer_of(t) for t in sums().tasks("eval", 9)}
+
+
 def test_tasks_with_other_rewards_have_other_ids() -> None:
     plugged = {"task": {"rewards": {"correct": {"weight": 5.0}}}}
     assert {t.id for t in sums().tasks("eval", 9)}.isdisjoint(t.id for t in sums(args=plugged).tasks("eval", 9))

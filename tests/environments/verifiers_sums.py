@@ -7,6 +7,7 @@ class SumsConfig(vf.TasksetConfig):
     first: int = 0
     count: int = 200
     guesses: int = 1
+    repeats: int = 0
 
 
 class SumsData(vf.TaskData):
@@ -54,7 +55,7 @@ class SumsEnv(vf.Env[vf.SingleAgentEnvConfig]):
 class SumsTaskset(vf.Taskset[SumsTask, SumsConfig]):
     def load(self):
         first = self.config.first
-        for number in range(first, first + self.config.count):
+        for number in [*[first] * self.config.repeats, *range(first, first + self.config.count)]:
             yield SumsTask(
                 SumsData(
                     system_prompt="Answer with a number.",

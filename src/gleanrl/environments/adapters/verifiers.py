@@ -84,24 +84,28 @@ class VerifiersTaskset(Taskset):
 
         name = "verifiers" if self.id.endswith(".py") else self.id.rsplit("/", 1)[-1].split("@", 1)[0]
         tasks = []
-        for mark, data in select(self._candidates(args, what), split, count, what, place):
-            tasks.append(Task(id=f"{name}-{mark[:16]}", payload={"args": args, "data": data}))
+        try:
+            taskset = import_v1().load_taskset(resolve_config(self.id, args, self.env).taskset)
+            candidates = self._candidates(taskset, args)
+            for mark, data in select(candidates, split, count, what, place, endless=taskset.INFINITE):
+                tasks.append(Task(id=f"{name}-{mark[:16]}", payload={"args": args, "data": data}))
+        except UserError:
+            raise
+        except Exception as error:
+            reason = next((line for line in str(error).splitlines() if line.strip(" *")), "").strip()
+            raise UserError(f"{what} cannot be loaded: {type(error).__name__}: {reason}") from error
         return tasks
 
-    def _candidates(self, args: Mapping[str, Any], what: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    def _candidates(self, taskset: Any, args: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield ``(fingerprint, data)`` of every task of the taskset, where ``data`` is the task as JSON values.
 
         The fingerprint does not depend on the task's index in the taskset.
         """
         scoring = json.dumps(args.get("task", {}), sort_keys=True)
-        try:
-            for task in import_v1().load_taskset(resolve_config(self.id, args, self.env).taskset):
-                data = task.data.model_dump(mode="json", exclude_none=True)
-                content = {key: value for key, value in data.items() if key != "idx"}
-                yield fingerprint(self.id, scoring, json.dumps(content, sort_keys=True)), data
-        except Exception as error:
-            reason = next((line for line in str(error).splitlines() if line.strip(" *")), "").strip()
-            raise UserError(f"{what} cannot be loaded: {type(error).__name__}: {reason}") from error
+        for task in taskset:
+            data = task.data.model_dump(mode="json", exclude_none=True)
+            content = {key: value for key, value in data.items() if key != "idx"}
+            yield fingerprint(self.id, scoring, json.dumps(content, sort_keys=True)), data
 
     def environment(self, task: Task) -> Environment:
         return _Episode(resolve_config(self.id, task.payload["args"], self.env), task.payload["data"])
