@@ -2,7 +2,7 @@
 
     python benchmarks/atlas.py run --sweep [--arms NAME ...] [--jobs N] [--save FILE]
     python benchmarks/atlas.py run [--seeds 0 1 ...] [--lrs RATE ...] [--domains NAME ...] [--arms ...] [--jobs N]
-    python benchmarks/atlas.py [show] [--domains ...] [--arms ...] [--save FILE] [--svg FILE]
+    python benchmarks/atlas.py [show] [--seeds ...] [--domains ...] [--arms ...] [--save FILE] [--svg FILE]
 
 The arms are in `atlas_arms.py`, and docs/reference/atlas.md states their sources and the rules of the comparison. A run
 is made as by `replay_gain.py`, but only its last checkpoint is evaluated. The policy after the warm start, which all
@@ -10,7 +10,8 @@ arms of a domain and seed share, is evaluated once, as the arm `warm start`.
 
 `run --sweep` makes runs in `FIRST_DOMAIN` with `SWEEP_SEED` and each of `RATES`; the best rate of an arm is its rate
 in all domains. `run` makes the runs that count, with other seeds, in three stages: `FIRST_SEEDS` in `FIRST_DOMAIN`,
-the same seeds in all domains, all `SEEDS`. After a stage, only arms that `goes_on` names go on, with their controls.
+the same seeds in all domains, all `SEEDS`. Arms get to the second stage by `goes_on` and to the third by
+`is_promising`, with their controls.
 Both append a JSON line to FILE (default: `results/atlas.jsonl`) for each run, and skip runs that it already contains.
 `show` prints the tables.
 """
@@ -42,6 +43,7 @@ SWEEP_SEED = 100
 RATES = (5e-5, 1e-4, 2e-4)
 SAMPLES = (3, 2)  # attempts at each held-out and at each training task
 WARM_START = "warm start"
+_UNREAD = ("time/", "pool/bucket/")
 
 Runs = Mapping[str, Mapping[int, Row]]  # by arm and seed
 
@@ -55,11 +57,13 @@ def main() -> None:
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS), metavar="ARM")
     parser.add_argument("--sweep", action="store_true", help="run: make the runs that choose the learning rates")
     parser.add_argument("--lrs", type=float, nargs="+", help="run: default: each arm's best one of the sweep")
-    parser.add_argument("--seeds", type=int, nargs="+", help="run: default: as above")
+    parser.add_argument("--seeds", type=int, nargs="+", help="default: run: as above; show: all")
     parser.add_argument("--jobs", type=int, default=2, help="runs at once, one thread each")
     args = parser.parse_args()
     rows = read(args.save)
     if args.what == "show":
+        if args.seeds is not None:
+            rows = [row for row in rows if row["seed"] in (*args.seeds, SWEEP_SEED)]
         show(rows, args.domains, args.arms)
         if args.svg:
             gains = pooled(rows, args.domains)
@@ -75,11 +79,16 @@ def main() -> None:
         run_all(wanted(rows, args.seeds, args.domains, args.arms, args.lrs), one_run, args.save, args.jobs)
         return
     arms = [arm for arm in args.arms if tuned_as(arm) == arm]  # the controls of an arm that goes on follow
-    for domains, seeds in (([FIRST_DOMAIN], FIRST_SEEDS), (args.domains, FIRST_SEEDS), (args.domains, SEEDS)):
+    stages = (
+        ([FIRST_DOMAIN], FIRST_SEEDS, goes_on),
+        (args.domains, FIRST_SEEDS, is_promising),
+        (args.domains, SEEDS, None),
+    )
+    for domains, seeds, chosen in stages:
         print(f"{', '.join(arms)}: {', '.join(domains)}, {len(seeds)} seeds", flush=True)
         run_all(wanted(rows, seeds, domains, arms, args.lrs), one_run, args.save, args.jobs)
         rows = read(args.save)
-        arms = [arm for arm in args.arms if goes_on(rows, arm, domains)]
+        arms = [arm for arm in args.arms if chosen and chosen(rows, arm, domains)]
 
 
 def wanted(
@@ -97,18 +106,37 @@ def wanted(
 
 
 def goes_on(rows: Sequence[Row], arm: str, domains: Sequence[str]) -> bool:
-    """Return whether a gain of `AIM` is within an arm's interval of the held-out difference over all ``domains``.
+    """Return whether a gain of `AIM` is within an arm's interval of `gain`.
 
-    The interval has the deviation of all arms together. A control goes on with the arm that it belongs to, and the
-    reference and its controls always do.
+    A control goes on with the arm that it belongs to, and the reference and its controls always do.
     """
     arm = CONTROLS.get(arm, arm)
     if arm == REFERENCE or not all(arm in counted(rows, domain) for domain in domains):
         return arm == REFERENCE
+    mean, half = gain(rows, arm, domains)
+    return mean + half >= AIM
+
+
+def is_promising(rows: Sequence[Row], arm: str, domains: Sequence[str]) -> bool:
+    """Return whether an arm's interval of `gain` is above 0.
+
+    A control goes on with the arm that it belongs to, and the reference always does, without its controls.
+    """
+    own = CONTROLS.get(arm, arm)
+    if own == REFERENCE or not all(own in counted(rows, domain) for domain in domains):
+        return arm == REFERENCE
+    mean, half = gain(rows, own, domains)
+    return mean > half
+
+
+def gain(rows: Sequence[Row], arm: str, domains: Sequence[str]) -> tuple[float, float]:
+    """Return an arm's difference of held-out success to the reference over all ``domains``, and half its interval.
+
+    The interval has the deviation of all arms together.
+    """
     gains = pooled(rows, domains)[arm]["held-out"]
     deviation, freedom = residual(successes(rows, domains, "held_out"))
-    half = tables.student(freedom + 1) * deviation * math.sqrt(2 / len(gains))
-    return statistics.mean(gains) + half >= AIM
+    return statistics.mean(gains), tables.student(freedom + 1) * deviation * math.sqrt(2 / len(gains))
 
 
 def successes(rows: Sequence[Row], among: Sequence[str], what: str) -> dict[str, dict[int, float]]:
@@ -149,6 +177,9 @@ def one_run(job: Job) -> dict[str, Any]:
         wrap = None if arm not in CURRICULA else partial(load_object(CURRICULA[arm]), seed=seed)
         config = configured(job, folder, {**DOMAINS[domain], **ARMS[arm]})
         row = asyncio.run(measured(job, config, at_start=False, samples=SAMPLES, curriculum=wrap))
+        # hundreds of rows in one file of the repository: without metrics that are 0 or that nothing reads
+        late = {name: value for name, value in row["late"].items() if value and not name.startswith(_UNREAD)}
+        row["late"] = {name: float(f"{value:.4g}") for name, value in late.items()}
         return row | {"processor": processor()}
 
 
