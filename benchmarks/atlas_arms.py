@@ -28,6 +28,7 @@ _REPLAY: Settings = REPLAY_ARMS["replay"]
 _ATTACHED: Settings = {"replay.enabled": True, "replay.task_ratio": 0.0, "replay.pool_updates": 0}
 _OUTCOMES: Settings = {**_ATTACHED, "replay.per_group": 4}
 _POOL_ONLY: Settings = {"replay.enabled": True, "replay.task_ratio": 0.0}
+_PRIORITY: Settings = {**_POOL_ONLY, "replay.tasks": "rescue", "replay.select": "newest", "replay.max_age": 10}
 _RESTARTS: Settings = {**_REPLAY, "replay.restart_share": 0.25}
 
 ARMS: dict[str, Settings] = {
@@ -41,14 +42,12 @@ ARMS: dict[str, Settings] = {
     "TOPR": {**_OUTCOMES, "credit.estimator": f"{_DESIGNS}:signs", "loss.replay_mode": f"{_DESIGNS}:topr"},
     "SPEAR": {**_ATTACHED, "replay.select": "newest", "credit.estimator": f"{_DESIGNS}:recalibrated"},
     "FreshPER": {**_POOL_ONLY, "replay.tasks": "uniform", "replay.select": f"{_DESIGNS}:fresh_per"},
-    "rollout priority": {
-        **_POOL_ONLY,
-        **{"replay.tasks": "rescue", "replay.select": "newest", "replay.max_age": 10},
-    },
+    "rollout priority": _PRIORITY,
     "M2PO": {**_REPLAY, "loss.replay_mode": f"{_DESIGNS}:m2po"},
     "GiGPO": {"credit.estimator": "gigpo"},
     "GiGPO, replay": {**_REPLAY, "credit.estimator": "gigpo"},
     "replay, lower rate": _REPLAY,
+    "GiGPO, rollout priority": {**_PRIORITY, "credit.estimator": "gigpo"},
     "ECHO": {"loss.observation_coefficient": 0.03},
     "ECHO, replay": {**_REPLAY, "loss.observation_coefficient": 0.03},
     "restarts": _RESTARTS,
