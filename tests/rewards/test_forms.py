@@ -344,6 +344,8 @@ def test_an_example_in_a_task_s_prompt_is_no_answer_for_verl_and_trl() -> None:
     asked = Request(task, (Message(role="system", content="Be brief."), *prompt, {"role": "assistant", "content": "4"}))
     assert score(f"verl:{HERE}:compute_score", asked).value == 1.0
     assert score(f"trl:{HERE}:exact_match_async", asked).value == 1.0  # the number of messages in the completion
+    unseen = Request(task, (prompt[-1], {"role": "assistant", "content": "4"}))  # an agent has left the example out
+    assert score(f"verl:{HERE}:compute_score", unseen).value == 1.0
 
 
 def test_a_verl_reward_without_ground_truth_in_the_payload_raises_a_user_error() -> None:

@@ -128,7 +128,7 @@ class TrajectoryReplayBuffer(Sampler):
             if distributed:
                 world_size = torch.distributed.get_world_size()
             elif (given := os.environ.get("WORLD_SIZE", "")).isdecimal():
-                world_size = int(given)
+                world_size = int(given) or None
         self.seed, self.rank, self.world_size = seed, rank, world_size
         self.trajectory_format = trajectory_format
         storage: BufferReader | rlinf.RLinfReader

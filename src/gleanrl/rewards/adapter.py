@@ -486,11 +486,14 @@ _ADAPTERS: Mapping[str, type[RewardAdapter]] = {"gleanrl": RewardAdapter, "verl"
 def split_at_first_answer(request: Request) -> tuple[list[Message], list[Message]]:
     """Return two lists: the messages before the model's first message, and the messages from it on.
 
-    Messages of the assistant in the task's prompt are examples, which the model has not written.
+    Messages of the assistant in the task's prompt are examples, which the model has not written. An agent may leave
+    them out.
     """
-    examples = sum(message["role"] == "assistant" for message in request.task.prompt)
+    examples = [message["content"] for message in request.task.prompt if message["role"] == "assistant"]
     answers = [number for number, message in enumerate(request.messages) if message["role"] == "assistant"]
-    first = answers[examples] if len(answers) > examples else len(request.messages)
+    if [request.messages[number]["content"] for number in answers[: len(examples)]] == examples:
+        answers = answers[len(examples) :]
+    first = answers[0] if answers else len(request.messages)
     return list(request.messages[:first]), list(request.messages[first:])
 
 

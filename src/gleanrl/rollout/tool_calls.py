@@ -244,7 +244,8 @@ class JsonCalls:
         if not calls:
             return text, []
         read, end = self._objects(body)
-        return body[end:].lstrip(_SPACE + ",;"), read
+        rest = body[end:].lstrip(_SPACE + ",;").removeprefix(self.closing)
+        return rest.lstrip(_SPACE + ",;"), read
 
     def _objects(self, body: str) -> tuple[list[Call], int]:
         """Return the calls at the start of ``body``, and the offset at which they end."""
