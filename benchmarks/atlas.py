@@ -111,10 +111,8 @@ def goes_on(rows: Sequence[Row], arm: str, domains: Sequence[str]) -> bool:
     A control goes on with the arm that it belongs to, and the reference and its controls always do.
     """
     arm = CONTROLS.get(arm, arm)
-    if arm == REFERENCE or not all(arm in counted(rows, domain) for domain in domains):
-        return arm == REFERENCE
     mean, half = gain(rows, arm, domains)
-    return mean + half >= AIM
+    return arm == REFERENCE or mean + half >= AIM
 
 
 def is_promising(rows: Sequence[Row], arm: str, domains: Sequence[str]) -> bool:
@@ -123,17 +121,19 @@ def is_promising(rows: Sequence[Row], arm: str, domains: Sequence[str]) -> bool:
     A control goes on with the arm that it belongs to, and the reference always does, without its controls.
     """
     own = CONTROLS.get(arm, arm)
-    if own == REFERENCE or not all(own in counted(rows, domain) for domain in domains):
-        return arm == REFERENCE
     mean, half = gain(rows, own, domains)
-    return mean > half
+    return arm == REFERENCE or mean > half
 
 
 def gain(rows: Sequence[Row], arm: str, domains: Sequence[str]) -> tuple[float, float]:
     """Return an arm's difference of held-out success to the reference over all ``domains``, and half its interval.
 
-    The interval has the deviation of all arms together.
+    Only `FIRST_SEEDS` count. The interval has the deviation of all arms together. Both are NaN for the reference, and
+    for an arm that has not run in all domains.
     """
+    rows = [row for row in rows if row["seed"] in (*FIRST_SEEDS, SWEEP_SEED)]
+    if arm == REFERENCE or not all(arm in counted(rows, domain) for domain in domains):
+        return math.nan, math.nan
     gains = pooled(rows, domains)[arm]["held-out"]
     deviation, freedom = residual(successes(rows, domains, "held_out"))
     return statistics.mean(gains), tables.student(freedom + 1) * deviation * math.sqrt(2 / len(gains))
