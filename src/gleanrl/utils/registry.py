@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
+from functools import lru_cache
 from typing import Any, Generic, Protocol, TypeVar, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
@@ -82,9 +83,9 @@ def check_values(setting: str, function: Callable[..., Any], options: Mapping[st
     Raises `UserError`, which names the option as a key of ``setting``.
     """
     for name, value in options.items():
-        try:
-            type_ = TypeAdapter[Any](get_type_hints(function, include_extras=True)[name])
-        except Exception:  # there is none, or it is anything that a type checker understands but pydantic does not
+        # A loss is looked up with its options for every micro-batch. A callable object may have no hash.
+        type_ = (_type_of if isinstance(function, Hashable) else _type_of.__wrapped__)(function, name)
+        if type_ is None:
             continue
         try:
             type_.validate_json(to_json(value, inf_nan_mode="constants"), strict=True)
@@ -93,3 +94,11 @@ def check_values(setting: str, function: Callable[..., Any], options: Mapping[st
         except ValidationError as error:
             reason = error.errors(include_url=False)[0]["msg"]
             raise UserError(f"{setting}.{name} = {value!r}: {reason[0].lower()}{reason[1:]}") from None
+
+
+@lru_cache(maxsize=256)
+def _type_of(function: Callable[..., Any], parameter: str) -> TypeAdapter[Any] | None:
+    try:
+        return TypeAdapter(get_type_hints(function, include_extras=True)[parameter])
+    except Exception:  # there is none, or it is anything that a type checker understands but pydantic does not
+        return None
