@@ -101,3 +101,16 @@ def recalibrated(rewards: Rewards) -> tuple[Tensor, Tensor]:
     replayed = (rewards.scores - median).clamp(min=0)[:, None]
     advantages = torch.where(rewards.baseline[:, None], fresh, replayed)
     return advantages, advantages
+
+
+@estimator("discounted", group_local=True, group_baseline=True, needs=["turns"])
+def discounted(rewards: Rewards, *, turns: Tensor, gamma: float = 0.95) -> tuple[Tensor, Tensor]:
+    """Compute the advantage of ``grpo``, plus that of ``grpo`` on gamma^(T - 1) r, for a trajectory of T turns.
+
+    As in ``gigpo``, shorter successes are better, and advantages have two terms. But no turns are compared: all tokens
+    of a trajectory have the same advantage.
+    """
+    last = torch.where(rewards.trained, turns, -1).amax(1).clamp(min=0)
+    grpo, shorter = ESTIMATORS.get("grpo"), replace(rewards, given=rewards.token_rewards * gamma ** last[:, None])
+    advantages = grpo(rewards)[0] + grpo(shorter)[0]
+    return advantages, advantages
