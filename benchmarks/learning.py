@@ -14,6 +14,7 @@ demonstrations, the warm start and all samples. The arms of a seed start from th
   failures.
 * ``grpo``: `gleanrl train RECIPE`.
 * ``grpo with replay``: the same with `--replay.enabled true`.
+* ``gigpo with replay``: this with `--credit.estimator gigpo`.
 
 By default the arms train on an equal number of episodes. The arms with RL make the same steps, and replay trains on
 stored successes in addition to its fresh episodes. Continued SFT makes as many updates as ``grpo``, on as many
@@ -75,6 +76,7 @@ ARMS: dict[str, list[tuple[str, str]]] = {
     "continued sft": [],
     "filtered bc": [("credit.estimator", "filtered_bc")],
     "grpo with replay": [("replay.enabled", "true")],
+    "gigpo with replay": [("replay.enabled", "true"), ("credit.estimator", "gigpo")],
 }
 
 SPENT = ("episodes", "seconds", "cpu_s")
@@ -113,7 +115,7 @@ def main() -> None:
     save = args.save[0]
     seen = [row["job"] for row in read(save)]
     # With `--equal seconds`, the arms of the second wave need the time of `grpo`.
-    waves = [["before", "grpo"], ["continued sft", "filtered bc", "grpo with replay"]]
+    waves = [["before", "grpo"], [arm for arm in ARMS if arm not in ("before", "grpo")]]
     for wave in waves:
         # Arms are in the outer loop, so that the first run of a seed has cached its warm start for the others.
         jobs = [{**shared, "arm": arm, "seed": seed} for arm in wave if arm in args.arms for seed in args.seeds]
