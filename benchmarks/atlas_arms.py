@@ -10,6 +10,7 @@ from replay_arms import Settings
 
 _HERE = Path(__file__).parent
 _DESIGNS, _CURRICULA, _HINDSIGHT = _HERE / "atlas_designs.py", _HERE / "atlas_curricula.py", _HERE / "hindsight.py"
+_OBSERVATIONS = _HERE / "observation_updates.py"
 
 # The warm start learns to predict observations too, so that the arms with an observation loss start from a policy that
 # this loss does not have to change first. All arms of a domain and seed share it.
@@ -29,6 +30,7 @@ _ATTACHED: Settings = {"replay.enabled": True, "replay.task_ratio": 0.0, "replay
 _OUTCOMES: Settings = {**_ATTACHED, "replay.per_group": 4}
 _POOL_ONLY: Settings = {"replay.enabled": True, "replay.task_ratio": 0.0}
 _PRIORITY: Settings = {**_POOL_ONLY, "replay.tasks": "rescue", "replay.select": "newest", "replay.max_age": 10}
+_FAILURES: Settings = {**_REPLAY, "replay.keep_failures": 2}
 _RESTARTS: Settings = {**_REPLAY, "replay.restart_share": 0.25}
 
 ARMS: dict[str, Settings] = {
@@ -55,9 +57,9 @@ ARMS: dict[str, Settings] = {
     "restarts": _RESTARTS,
     "restarts, no prefix": _RESTARTS,
     "restarts, random cut": _RESTARTS,
-    "boundary failures": {**_REPLAY, "replay.keep_failures": 2, "replay.pool_pairs": 4},
-    "observations, memory": {**_REPLAY, "replay.keep_failures": 2, "replay.observation_batch": 8},
-    "observations, step": {**_REPLAY, "replay.observation_batch": 8, "replay.observation_from": "batch"},
+    "boundary failures": _FAILURES,
+    "observations, memory": _FAILURES,
+    "observations, step": _REPLAY,
     "hindsight": _REPLAY,
     "hindsight, wrong goals": _REPLAY,
 }
@@ -70,6 +72,9 @@ CURRICULA: dict[str, str] = {
     "SPEAR": f"{_CURRICULA}:AttachToEveryGroup",
     "restarts, no prefix": f"{_CURRICULA}:WithoutPrefix",
     "restarts, random cut": f"{_CURRICULA}:RandomCut",
+    "boundary failures": f"{_HERE / 'boundary_pairs.py'}:BoundaryPairs",
+    "observations, memory": f"{_OBSERVATIONS}:ObservationsFromMemory",
+    "observations, step": f"{_OBSERVATIONS}:ObservationsOfStep",
     "hindsight": f"{_HINDSIGHT}:Hindsight",
     "hindsight, wrong goals": f"{_HINDSIGHT}:WrongGoals",
 }

@@ -121,6 +121,15 @@ def _begins_with(segment: Segment, start: Segment) -> bool:
 
 
 class ChangedUpdates(Wrapped):
+    """A curriculum that also changes the extra updates of the run's learner."""
+
+    def __init__(self, run: Run, *, seed: int) -> None:
+        super().__init__(run, seed=seed)
+        assert isinstance(run.learner, ReplayUpdateLearner)
+        self.learner = run.learner
+
+
+class ChangedSuccesses(ChangedUpdates):
     """A curriculum that also changes the successes on which an extra update trains.
 
     ``self._choose`` draws those that replay would train on.
@@ -128,15 +137,14 @@ class ChangedUpdates(Wrapped):
 
     def __init__(self, run: Run, *, seed: int) -> None:
         super().__init__(run, seed=seed)
-        assert isinstance(run.learner, ReplayUpdateLearner)
-        self._learner, self._choose = run.learner, run.learner.choose_from_pool
-        run.learner.choose_from_pool = self.choose  # type: ignore[method-assign]
+        self._choose = self.learner.choose_from_pool
+        self.learner.choose_from_pool = self.choose  # type: ignore[method-assign]
 
     async def choose(self, random: np.random.Generator, step: int) -> list[ReplayedSuccess]:
         raise NotImplementedError
 
 
-class OwnStep(ChangedUpdates):
+class OwnStep(ChangedSuccesses):
     """A control: each extra update trains on successes of its own step, with as many tokens as on stored ones.
 
     The stored successes are drawn and counted as used all the same, so the pool plans as it does for replay. In their
@@ -148,7 +156,7 @@ class OwnStep(ChangedUpdates):
         stored = await self._choose(random, step)
         wanted = sum(success.group.trajectories[0].sampled_tokens for success in stored)
         chosen: list[ReplayedSuccess] = []
-        while wanted > 0 and (drawn := self._learner.choose_from_step(random)):
+        while wanted > 0 and (drawn := self.learner.choose_from_step(random)):
             for success in drawn:
                 if wanted > 0:
                     chosen.append(success)

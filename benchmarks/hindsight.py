@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from atlas_curricula import ChangedUpdates
+from atlas_curricula import ChangedSuccesses
 from gleanrl.environments.alfworld.games import game_of, generated_task
 from gleanrl.environments.alfworld.households import GOALS, LAMP, goal_library
 from gleanrl.experience.replay.recall import Disagrees
@@ -111,7 +111,7 @@ def _true_at_start(task: Task) -> bool:
     return bool(game.won(game.start))
 
 
-class Hindsight(ChangedUpdates):
+class Hindsight(ChangedSuccesses):
     """Adds failures of other goals to the extra updates of replay, as successes of the goals that they reached.
 
     A failure is cut where it reached a goal of `achieved`, and its first message is rendered with that goal. Its

@@ -9,7 +9,7 @@ pool. Arms:
 * ``off``: without replay.
 * ``default``: the default settings, which include extra updates on stored successes (pool updates).
 * ``default-current``: as ``default``, but trajectories are selected by their entropy under the current policy.
-* ``restarts``, ``pairs``, ``observations``, ``observation loss``, ``gigpo``: the default with this mechanism.
+* ``restarts``, ``failures``, ``observation loss``, ``gigpo``: the default with this mechanism.
 * PLACEMENT-PER_GROUP-ENTROPY_FROM, such as ``add-1-current``: these three settings, without extra updates.
 
 A row shows medians in milliseconds over all steps but the first two: the time of the step; of planning (plan) and
@@ -48,8 +48,7 @@ NAMED = {
     "default": {},
     "default-current": {"replay.entropy_from": "current"},
     "restarts": {"replay.restart_share": "0.25"},
-    "pairs": {"replay.keep_failures": "2", "replay.pool_pairs": "4"},
-    "observations": {"replay.keep_failures": "2", "replay.observation_batch": "8"},
+    "failures": {"replay.keep_failures": "2"},
     "observation loss": {"loss.observation_coefficient": "0.03"},
     "gigpo": {"credit.estimator": "gigpo"},
 }
@@ -81,8 +80,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         pool = args.pool or Path(folder) / "pool.sqlite"
         if not pool.exists():
-            # failures, and where observations are in a trajectory, are stored only where something needs them
-            stored = [*replay("observations"), ("replay.path", str(pool))]
+            stored = [*replay("failures"), ("replay.path", str(pool))]
             run("fill", args.fill, Path(folder), [*settings, *stored], clock)
         describe(pool)
         heading = f"{'arm':<20}{'step':>9}" + "".join(f"{part:>9}" for part in PARTS)

@@ -176,7 +176,7 @@ class Turn:
     """Span (start, stop) of the tokens of an observation's text, without those that the chat template adds. None for a
     sampled turn, before the first sampled turn, and where a later segment repeats the turn. An observation thus has a
     body at most once in a trajectory. Also None if the template changes the text, and unless
-    ``observation_coefficient`` of ``loss`` or ``warm_start``, or ``replay.observation_batch``, needs it."""
+    ``observation_coefficient`` of ``loss`` or ``warm_start`` needs it."""
 
     def __post_init__(self) -> None:
         if self.body is not None and (self.logprobs is not None or not 0 <= self.body[0] <= self.body[1]):
@@ -266,8 +266,7 @@ class Trajectory:
     """Further data of the episode, such as the tools that the model could call."""
     ending: Segment = ()
     """Turns of the observation that ended the episode, as they would continue the last segment. The model did not see
-    them, so they are in no segment. Empty unless ``loss.observation_coefficient`` or ``replay.observation_batch``
-    needs them."""
+    them, so they are in no segment. Empty unless ``loss.observation_coefficient`` needs them."""
 
     def turns(self) -> Iterator[Turn]:
         """Yield the turns of all segments, in order."""

@@ -50,7 +50,6 @@ ARMS = {
     "extra updates": ("--replay.pool_updates", "2", "--replay.pool_batch", "3"),
     "extra updates from the half on": ("--replay.start_progress", "0.5"),
     "extra updates on its own": ("--replay.pool_updates", "1", "--replay.pool_from", "batch"),
-    "extra updates on pairs": ("--replay.keep_failures", "2", "--replay.pool_pairs", "4"),
     "scored again": ("--replay.reverify", "true", "--replay.pool_updates", "1", "--replay.per_group", "2"),
     "a band of ratios": ("--replay.max_ratio", "1.5", "--replay.max_age", "2"),
     "extra updates with a critic": ("--replay.pool_updates", "1", "--credit.estimator", "gae"),
@@ -108,14 +107,13 @@ def documented_metrics() -> re.Pattern[str]:
 
 def test_every_metric_of_a_run_with_all_of_replay_is_documented(gleanrl: CommandLine) -> None:
     options = (
-        *("--replay.keep_failures", "2", "--replay.pool_pairs", "4", "--replay.observation_batch", "3"),
+        *("--replay.keep_failures", "2", "--loss.observation_coefficient", "0.1"),
         *("--replay.restart_share", "0.5", "--schedule.group", "2", "--schedule.batch", "4"),
     )
     ended = gleanrl.train("run", *REPLAY, *options, "--run.steps", "6")
     assert ended.status == 0, ended.stderr
     names = {name for row in gleanrl.run("run").read_metrics() for name in row.metrics}
-    made = {"restart/success", "replay/age_max", "replay_update/0/failure_weight", "pool/failures"}
-    assert {*made, "replay_update/observation/loss/observation"} <= names
+    assert {"restart/success", "replay/age_max", "replay_update/0/age_max", "pool/failures"} <= names
     documented = documented_metrics()
     assert not documented.fullmatch("replay/unknown")
     bounded = {name for name in names if documented.fullmatch(re.sub("_(low|high)$", "", name))}
@@ -132,17 +130,14 @@ def test_max_ratio_rejects_trajectories_also_with_recorded_entropy(gleanrl: Comm
 KILLED = {
     "plain": ("--replay.pool_updates", "0"),
     "all": ("--replay.pool_updates", "1", "--guidance.enabled", "true"),
-    "pairs and observations of the pool": (
-        *("--replay.keep_failures", "2", "--replay.pool_pairs", "4"),
-        *("--replay.observation_batch", "3"),
-    ),
+    "failures": ("--replay.keep_failures", "2", "--replay.pool_updates", "2"),
     "restarts and observations": (
         *("--replay.restart_share", "0.5", "--loss.observation_coefficient", "0.1"),
         *("--schedule.preset", "pipelined", "--schedule.group", "2", "--schedule.batch", "4"),
     ),
 }
 # updates in which the runs are killed
-FEW = {"plain": (1, 3), "all": (3,), "pairs and observations of the pool": (5,), "restarts and observations": (3,)}
+FEW = {"plain": (1, 3), "all": (3,), "failures": (5,), "restarts and observations": (3,)}
 MOMENTS = [(name, moment) for name in KILLED for moment in ((1, 3, 5) if NIGHTLY else FEW[name])]
 
 

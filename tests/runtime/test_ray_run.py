@@ -42,8 +42,6 @@ REPLAY = {
     "replay.enabled": "true",
     "replay.start_progress": "0",
     "replay.keep_failures": "2",
-    "replay.pool_pairs": "3",
-    "replay.observation_batch": "4",
     "replay.restart_share": "0.5",
     "loss.observation_coefficient": "0.03",
 }
@@ -57,9 +55,9 @@ def test_what_the_pool_adds_to_a_step_is_the_same_on_ray_and_on_two_ranks(
     settings += [text for name, value in REPLAY.items() for text in (f"--{name}", value)]
     local = start(tmp_path / "local", *settings, runtime="local")
     assert local.wait().status == 0
-    last = [metrics for _, metrics in outcome(local.run)["metrics"] if "replay_update/0/pairs" in metrics]
-    assert sum(metrics["replay_update/0/pairs"] for metrics in last) > 0
-    assert sum(metrics["replay_update/observation/tokens"] for metrics in last) > 0
+    steps = [metrics for _, metrics in outcome(local.run)["metrics"] if "replay_update/0/trajectories" in metrics]
+    assert sum(metrics["replay_update/0/trajectories"] for metrics in steps) > 0
+    assert sum(metrics["loss/observation"] for metrics in steps) > 0
     if own[0] == "--runtime":
         other = start(tmp_path / "other", *settings, runtime=own[1])
         assert other.wait().status == 0, other.said
@@ -69,7 +67,7 @@ def test_what_the_pool_adds_to_a_step_is_the_same_on_ray_and_on_two_ranks(
     assert other.wait().status == 0, other.said
     one, two = outcome(local.run), outcome(other.run)
     for (_, first), (_, second) in zip(one["metrics"], two["metrics"], strict=True):
-        for name in ("loss/policy", "replay_update/0/learner/grad_norm", "replay_update/observation/loss/observation"):
+        for name in ("loss/policy", "replay_update/0/learner/grad_norm", "loss/observation"):
             if name in first:
                 assert second[name] == pytest.approx(first[name], rel=1e-3, abs=1e-5)
 

@@ -461,26 +461,12 @@ class ReplaySettings(Settings):
 
     pool_updates: NonNegative = 1
     """Number of extra optimizer updates at the end of each step, after replay has begun. Each trains on `pool_batch`
-    successes with the advantage 1 - solve rate of their task, or on `pool_pairs` pairs. 0 = none."""
+    successes with the advantage 1 - solve rate of their task. 0 = none."""
     pool_batch: Positive = 8
     """Maximum number of successes in an extra update, each from another task or group."""
     pool_from: Literal["pool", "batch"] = "pool"
     """Successes that the extra updates train on. pool: drawn from the pool, as for groups. batch: from the groups of
     the step itself, as a control in experiments."""
-    pool_pairs: NonNegative = 0
-    """Maximum number of pairs in an extra update, each of another task, in place of `pool_batch` successes. A pair is a
-    stored failure and the success that repeats its actions longest; what follows is trained. 0 = no pairs. Needs
-    `keep_failures`, `pool_updates`, `pool_from = "pool"` and `loss.replay_mode = "clip"`, and does not work with
-    `reverify`."""
-    observation_batch: NonNegative = 0
-    """Number of trajectories, successes and failures of any age, in one more update after the extra ones, which trains
-    on the environment's answers alone. 0 = no such update. Only trajectories that the run stores with this setting or
-    `loss.observation_coefficient` hold where the answers are."""
-    observation_coefficient: PositiveFloat = 0.1
-    """Factor of the observation loss in the update of `observation_batch`."""
-    observation_from: Literal["pool", "batch"] = "pool"
-    """Trajectories of the update of `observation_batch`. pool: drawn from the pool. batch: fresh ones of the step
-    itself, as a control in experiments."""
 
     @field_validator("max_rate")
     @classmethod

@@ -124,7 +124,6 @@ def check_agents(config: Config) -> None:
         ("replay.reverify = true", config.replay.enabled and config.replay.reverify),
         ("replay.restart_share above 0", config.replay.enabled and config.replay.restart_share > 0),
         ("loss.observation_coefficient", config.loss.observation_coefficient > 0),
-        ("replay.observation_batch", config.replay.enabled and config.replay.observation_batch > 0),
         ("warm_start.observation_coefficient", config.warm_start.observation_coefficient > 0),
     ):
         if on:
@@ -365,15 +364,6 @@ def _check_replay(config: Config) -> None:
         return
     check_replay(replay, size)
     RANKINGS.get(replay.select)  # raises for an unknown one
-    for needed, holds in (
-        ("replay.keep_failures above 0", replay.keep_failures > 0),
-        ("replay.pool_updates above 0", replay.pool_updates > 0),
-        ("replay.pool_from = 'pool'", replay.pool_from == "pool"),
-        ("loss.replay_mode = 'clip'", config.loss.replay_mode == "clip"),
-        ("replay.reverify = false", not replay.reverify),
-    ):
-        if replay.pool_pairs and not holds:
-            raise UserError(f"replay.pool_pairs = {replay.pool_pairs} needs {needed}; set it, or leave pairs out")
     if replay.reverify and config.reward.name == "group_judge":
         raise UserError(
             "replay.reverify scores a stored trajectory alone, and reward.name = 'group_judge' has compared it with "

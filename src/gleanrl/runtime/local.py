@@ -259,7 +259,7 @@ class Builder:
                     kept_steps=lambda: watch.kept_steps if config.checkpoint.return_on_collapse else (),
                     first_step=max(newest, 0),
                 )
-                if config.replay.pool_updates or config.replay.observation_batch:
+                if config.replay.pool_updates:
                     updated = ReplayUpdateLearner(
                         learner,
                         experience,
@@ -483,8 +483,7 @@ class Builder:
         return EnvironmentPool(self.prepared.taskset, workers=settings.workers, timeout_s=settings.timeout_s)
 
     def renderer(self) -> Renderer:
-        options, replay = self.config.context.template_options, self.config.replay
-        bodies = self.config.loss.observation_coefficient > 0 or (replay.enabled and replay.observation_batch > 0)
+        options, bodies = self.config.context.template_options, self.config.loss.observation_coefficient > 0
         return Renderer(self.prepared.tokenizer, template_options=options, bodies=bodies)
 
     def player(self, pool: EnvironmentPool, sampler: Sampler) -> Player:

@@ -19,7 +19,6 @@ loop of another trainer::
 from __future__ import annotations
 
 import logging
-import math
 import sqlite3
 import threading
 from collections import Counter
@@ -459,27 +458,6 @@ class ExperiencePool:
                     bucket_index.save(db, row)
         return drawn
 
-    def draw_names(self, count: int, random: np.random.Generator) -> list[str]:
-        """Draw up to ``count`` ids of tasks with a stored trajectory or failure uniformly, without replacement.
-
-        Retired tasks are drawn too, and tasks that `set_tasks` has excluded are not. If most tasks of a pool have
-        neither, fewer may be found than there are.
-        """
-        query = (
-            "SELECT name FROM tasks t WHERE id = ? AND NOT outside AND (live > 0 OR EXISTS "
-            "(SELECT 1 FROM failures WHERE task = t.id))"
-        )
-        names: list[str] = []
-        with self._reading() as db:
-            # Rows of ``tasks`` are never deleted, so their ids are 0, 1, ... without gaps.
-            found = db.execute("SELECT value FROM counters WHERE name = 'tasks'").fetchone()
-            tried: set[int] = set()
-            for number in random.integers(found[0], size=20 * count).tolist() if found else ():
-                if number not in tried and len(names) < count:
-                    tried.add(number)
-                    names += [name for (name,) in db.execute(query, (number,))]
-        return names
-
     def stored(self, task_ids: Sequence[str]) -> dict[str, list[Stored]]:
         """Return the stored trajectories of each task, oldest first; an empty list for a task without any.
 
@@ -536,19 +514,6 @@ class ExperiencePool:
                 for key, cause in faulty.items():
                     self._evict([key], cause)
         return found
-
-    def failure_entropies(self, low: float, high: float) -> tuple[float, float]:
-        """Return two quantiles of `StoredFailure.entropy` over all failures, of which ``low`` and ``high`` are shares.
-
-        The first is rounded down to the entropy of a failure, the second up. NaN if there are no failures.
-        """
-        with self._reading() as db:
-            (last,) = db.execute("SELECT count(*) - 1 FROM failures").fetchone()
-            if last < 0:
-                return math.nan, math.nan
-            query = "SELECT entropy FROM failures ORDER BY entropy LIMIT 1 OFFSET ?"
-            bounds = [db.execute(query, (place,)).fetchone()[0] for place in (int(low * last), math.ceil(high * last))]
-        return bounds[0], bounds[1]
 
     def sources(self) -> dict[str, int]:
         """Return the number of stored trajectories from each source, by its name. Reads the row of every trajectory."""

@@ -7,7 +7,6 @@ from the experience pool or from the step itself.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from time import perf_counter
@@ -18,8 +17,6 @@ import numpy as np
 from gleanrl.algorithms.batch import Batch, Sample, build_samples, weighted_batch
 from gleanrl.config.settings import Config
 from gleanrl.experience.pool.pool import ExperiencePool
-from gleanrl.experience.replay import observations
-from gleanrl.experience.replay.pairs import build_pairs, choose_pairs
 from gleanrl.experience.replay.recall import COUNTS, EstimatePolicy, Recall, Reverify
 from gleanrl.protocols import Learner, Metrics
 from gleanrl.types import Group, GroupSpec, Task, Trajectory
@@ -27,8 +24,6 @@ from gleanrl.utils.seeding import derive
 
 if TYPE_CHECKING:
     from gleanrl.learners.engine import TokenScores
-
-log = logging.getLogger(__name__)
 
 _REPORTED = (
     "loss/policy",
@@ -109,12 +104,9 @@ class ReplayedSuccess(NamedTuple):
 class ReplayUpdateLearner:
     """Wraps a learner, and makes ``replay.pool_updates`` extra optimizer updates at the end of each step.
 
-    Each extra update learns from up to ``replay.pool_batch`` successes or, with ``replay.pool_pairs``, from that many
-    pairs of a failure and a success (`gleanrl.experience.replay.pairs`). With ``replay.pool_from = "pool"`` they are
+    Each extra update learns from up to ``replay.pool_batch`` successes. With ``replay.pool_from = "pool"`` they are
     drawn from the pool in the same way as `ReplayCurriculum` draws them, one per task. With ``"batch"`` they are chosen
-    from the groups of the step. Every sampled token of a success has the advantage 1 - solve rate of its task. With
-    ``replay.observation_batch``, one more update follows, on observations alone
-    (`gleanrl.experience.replay.observations`).
+    from the groups of the step. Every sampled token of a success has the advantage 1 - solve rate of its task.
 
     There are no extra updates before replay has begun, that is while ``begun()`` is false. All other methods call the
     same method of ``learner``.
@@ -131,8 +123,8 @@ class ReplayUpdateLearner:
         begun: Callable[[], bool],
         reverify: Reverify | None = None,
     ) -> None:
-        self.learner, self._pool, self._config = learner, pool, config
-        self._seed, self._max_context, self._begun = seed, max_context, begun
+        self.learner, self.pool, self.config, self.max_context, self.begun = learner, pool, config, max_context, begun
+        self._seed = seed
         self._recall = Recall(
             pool,
             config.replay.model_copy(update={"per_group": 1}),
@@ -142,7 +134,6 @@ class ReplayUpdateLearner:
         )
         self._groups: list[Group] = []  # groups of the current step, for ``pool_from = "batch"``
         self._consumed = 0  # number of groups that `update` was called with so far
-        self._warned: set[str] = set()  # settings whose update had nothing to train on, which is logged once
 
     def remember(self, groups: Sequence[Group]) -> None:
         """Store the groups from which the batch of the next `update` was built.
@@ -158,47 +149,18 @@ class ReplayUpdateLearner:
         """
         metrics = dict(await self.learner.update(batch))
         self._consumed += batch.groups
-        if self._consumed % self._config.schedule.batch:
+        if self._consumed % self.config.schedule.batch:
             return metrics
-        if not self._begun():
+        if not self.begun():
             self._groups = []
             return metrics
-        step, replay = self.learner.step - 1, self._config.replay
+        step = self.learner.step - 1
         started, selecting_before, updating = perf_counter(), self._recall.seconds, 0.0
-        for number in range(replay.pool_updates):
+        for number in range(self.config.replay.pool_updates):
             # "practice" only distinguishes this random stream from others that the run derives from its seed.
             random = np.random.default_rng(derive(self._seed, "practice", step, number))
             prefix = f"replay_update/{number}"
-            if replay.pool_pairs:
-                drawn, reasons = choose_pairs(self._pool, self._recall, replay, random, step=step)
-                selected_at = perf_counter()
-                built = await build_pairs(
-                    self.learner.logprobs, drawn, self._config.loss, self._max_context, replay.max_ratio
-                )
-                self._recall.seconds += perf_counter() - selected_at
-                self._recall.counts["rejected"] += built.rejected
-                if drawn and not built.pairs:
-                    self._warn("pool_pairs", step, f"replay.max_ratio leaves out all {len(drawn)} pairs; raise it")
-                elif reasons and not drawn:
-                    found = "; ".join(f"{count} {reason}" for reason, count in reasons.most_common())
-                    self._warn("pool_pairs", step, f"of {reasons.total()} drawn tasks, {found}")
-                members = [stored for pair in built.pairs for stored in (pair.success, pair.failure)]
-                self._pool.used([stored.key for stored in members])
-                extra, ages = built.batch, [max(step - stored.version, 0) for stored in members]
-                metrics[f"{prefix}/pairs"] = float(len(built.pairs))
-                if built.pairs:
-                    metrics[f"{prefix}/shared_turns"] = float(np.mean([pair.shared for pair in built.pairs]))
-                    metrics[f"{prefix}/failure_weight"] = float(np.mean(built.weights))
-            else:
-                if replay.pool_from == "pool":
-                    chosen = await self.choose_from_pool(random, step)
-                else:
-                    chosen = self.choose_from_step(random)
-                groups, weights = [success.group for success in chosen], [success.weight for success in chosen]
-                extra = Batch(())
-                if chosen:
-                    extra = weighted_batch(groups, weights, self._config.loss, self._max_context)
-                ages = [success.age for success in chosen if success.age is not None]
+            extra, ages = await self.build_update(random, step)
             if extra.groups:
                 update_started = perf_counter()
                 reported = await self.learner.replay_update(extra, step)
@@ -208,35 +170,6 @@ class ReplayUpdateLearner:
             if ages:
                 metrics[f"{prefix}/age_mean"] = float(np.mean(ages))
                 metrics[f"{prefix}/age_max"] = float(max(ages))
-        if replay.observation_batch:
-            random = np.random.default_rng(derive(self._seed, "observations", step))
-            prefix, without, excluded = "replay_update/observation", 0, 0
-            if replay.observation_from == "pool":
-                shown, without, excluded = observations.choose_from_pool(self._pool, replay, random)
-            else:
-                shown = observations.choose_from_step(self._groups, replay.observation_batch, random)
-            extra = observations.observation_batch(shown, self._max_context, replay.observation_coefficient)
-            if extra.groups:
-                update_started = perf_counter()
-                reported = await self.learner.replay_update(extra, step)
-                updating += perf_counter() - update_started
-                for name in ("loss/observation", "learner/grad_norm"):
-                    metrics |= {f"{prefix}/{name}": reported[name]} if name in reported else {}
-            elif without or excluded:
-                cause = (
-                    f"of {without + excluded} stored trajectories, {without} do not hold where the environment's "
-                    f"answers are, and {excluded} are demonstrations or of a source in replay.source_limits. "
-                    "Trajectories that a run stores with this setting or loss.observation_coefficient hold it, if the "
-                    "environment answers"
-                )
-                self._warn("observation_batch", step, cause)
-            elif replay.observation_from == "batch":
-                cause = "no fresh trajectory of the step has a valid score and an answer of the environment"
-                self._warn("observation_batch", step, cause)
-            metrics[f"{prefix}/trajectories"] = float(extra.groups)
-            tokens = sum(int(sample.observed.sum()) for sample in extra.samples if sample.observed is not None)
-            metrics[f"{prefix}/tokens"] = float(tokens)
-            metrics[f"{prefix}/without_spans"] = float(without)
         for name in COUNTS:
             metrics[f"replay_update/{name}"] = float(self._recall.counts[name])
         self._recall.counts.clear()
@@ -247,20 +180,26 @@ class ReplayUpdateLearner:
         self._groups = []
         return metrics
 
-    def _warn(self, setting: str, step: int, cause: str) -> None:
-        """Log that the update of ``replay.<setting>`` had nothing to train on, the first time that this happens."""
-        if setting not in self._warned:
-            log.warning("replay: step %d: nothing to train on for replay.%s: %s", step + 1, setting, cause)
-        self._warned.add(setting)
+    async def build_update(self, random: np.random.Generator, step: int) -> tuple[Batch, list[int]]:
+        """Return the batch of an extra update after ``step``, and the ages of its stored trajectories in versions."""
+        if self.config.replay.pool_from == "pool":
+            chosen = await self.choose_from_pool(random, step)
+        else:
+            chosen = self.choose_from_step(random)
+        batch = Batch(())
+        if chosen:
+            groups, weights = [success.group for success in chosen], [success.weight for success in chosen]
+            batch = weighted_batch(groups, weights, self.config.loss, self.max_context)
+        return batch, [success.age for success in chosen if success.age is not None]
 
     async def choose_from_pool(self, random: np.random.Generator, step: int) -> list[ReplayedSuccess]:
         """Draw up to ``pool_batch`` successes from the pool, each of another task, and count their uses."""
-        found = await self._recall.recall(self._config.replay.pool_batch, random, set(), step=step)
+        found = await self._recall.recall(self.config.replay.pool_batch, random, set(), step=step)
         self._recall.settle()
-        self._pool.used([recalled.stored[0].key for recalled in found])
+        self.pool.used([recalled.stored[0].key for recalled in found])
         # A task has no rate if its trajectories came from a source without solve rates, such as demonstrations, and the
         # run has not played it yet.
-        rates = self._pool.rates([recalled.task.id for recalled in found])
+        rates = self.pool.rates([recalled.task.id for recalled in found])
         chosen = []
         for recalled in found:
             stored = recalled.stored[0]
@@ -277,18 +216,18 @@ class ReplayUpdateLearner:
         candidates: list[ReplayedSuccess] = []
         for group in self._groups:
             valid = [] if group.spec.start else group.valid_fresh
-            successes = [t for t in valid if t.score.reaches(self._config.replay.success_threshold)]
+            successes = [t for t in valid if t.score.reaches(self.config.replay.success_threshold)]
             if successes and len(successes) < len(valid):
                 pick = successes[int(random.integers(len(successes)))]
                 weight = 1 - len(successes) / len(valid)
                 candidates.append(ReplayedSuccess(replayed_group(group.spec.task, [pick]), weight, None))
-        order = random.permutation(len(candidates))[: self._config.replay.pool_batch]
+        order = random.permutation(len(candidates))[: self.config.replay.pool_batch]
         return [candidates[index] for index in sorted(order.tolist())]
 
     def undo_step(self) -> bool:
         undone = self.learner.undo_step()
         if undone:
-            self._consumed -= self._consumed % self._config.schedule.batch
+            self._consumed -= self._consumed % self.config.schedule.batch
             self._groups = []
         return undone
 
