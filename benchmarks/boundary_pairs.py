@@ -77,10 +77,10 @@ class BoundaryPairs(ChangedUpdates):
         built = await build_pairs(self.learner.learner.logprobs, drawn, config.loss, self.learner.max_context)
         members = [stored for pair in built.pairs for stored in (pair.success, pair.failure)]
         pool.used([stored.key for stored in members])
-        self._metrics = {"pairs": float(len(built.pairs))}
+        self._metrics = {"replay_update/pairs": float(len(built.pairs))}
         if built.pairs:
-            self._metrics["pairs/shared_turns"] = float(np.mean([pair.shared for pair in built.pairs]))
-            self._metrics["pairs/failure_weight"] = float(np.mean(built.weights))
+            self._metrics["replay_update/pairs/shared_turns"] = float(np.mean([pair.shared for pair in built.pairs]))
+            self._metrics["replay_update/pairs/failure_weight"] = float(np.mean(built.weights))
         return built.batch, [max(step - stored.version, 0) for stored in members]
 
 

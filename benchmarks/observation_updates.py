@@ -57,10 +57,10 @@ class ObservationsFromMemory(ChangedUpdates):
         if self.learner.begun():
             shown = self.trajectories(groups)
             extra = observation_batch(shown, self.learner.max_context, COEFFICIENT)
-            self._metrics = {"observations/trajectories": float(extra.groups)}
+            self._metrics = {"replay_update/observations/trajectories": float(extra.groups)}
             if extra.groups:
                 reported = await self.learner.learner.replay_update(extra, step)
-                self._metrics["observations/loss"] = reported["loss/observation"]
+                self._metrics["replay_update/observations/loss"] = reported["loss/observation"]
         return metrics
 
     def trajectories(self, groups: Sequence[Group]) -> list[Trajectory]:

@@ -282,8 +282,8 @@ def test_extra_updates_train_on_pairs_and_count_their_uses(pairs: Any, pool: Exp
     stored = [group(name, [played(name, 1, [[5], [6]]), played(name, 0, [[5], [7]])]) for name in ("a", "b")]
     learner = Scoring(step=4)
     metrics = updated(pairs.BoundaryPairs, pool, learner, stored, pool_updates=2)
-    assert (metrics["pairs"], metrics["pairs/shared_turns"]) == (2, 1)
-    assert metrics["pairs/failure_weight"] == pytest.approx(np.exp(-1))
+    assert (metrics["replay_update/pairs"], metrics["replay_update/pairs/shared_turns"]) == (2, 1)
+    assert metrics["replay_update/pairs/failure_weight"] == pytest.approx(np.exp(-1))
     assert [metrics[f"replay_update/{number}/trajectories"] for number in (0, 1)] == [4, 4]
     for found in (pool.stored(["a", "b"]), pool.failures(["a", "b"])):
         assert [stored.uses for own in found.values() for stored in own] == [2, 2]
@@ -297,7 +297,7 @@ def test_extra_updates_train_on_pairs_and_count_their_uses(pairs: Any, pool: Exp
 def test_without_any_pair_no_update_is_made(pairs: Any, pool: ExperiencePool) -> None:
     learner = Scoring()
     metrics = updated(pairs.BoundaryPairs, pool, learner, [solved("a", 2, 2)])
-    assert (metrics["pairs"], metrics["replay_update/0/trajectories"], learner.updates) == (0, 0, [])
+    assert (metrics["replay_update/pairs"], metrics["replay_update/0/trajectories"], learner.updates) == (0, 0, [])
 
 
 # --- observations ----------------------------------------------------------------------------------
@@ -374,7 +374,10 @@ def test_one_more_update_trains_on_observations_alone(
     stored = [group("t", [answered(played("t", 1, [[5], [6]])), played("t", 0, [[7]])])]
     learner = Scoring(step=3)
     metrics = updated(getattr(observations, design), pool, learner, stored, pool_updates=0)
-    assert (metrics["observations/trajectories"], metrics["observations/loss"]) == (count, 0.25)
+    assert (metrics["replay_update/observations/trajectories"], metrics["replay_update/observations/loss"]) == (
+        count,
+        0.25,
+    )
     [(batch, step)] = learner.updates
     assert (batch.groups, batch.observation_coefficient, step) == (count, 0.1, 3)
     for sample in batch.samples:
