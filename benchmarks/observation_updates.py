@@ -83,7 +83,8 @@ def has_observations(trajectory: Trajectory) -> bool:
 def choose_from_pool(pool: ExperiencePool, names: Sequence[str], random: np.random.Generator) -> list[Trajectory]:
     """Draw up to `TRAJECTORIES` stored trajectories, successes or failures with observations, of different tasks."""
     chosen: list[Trajectory] = []
-    for name in (names[index] for index in random.permutation(len(names)).tolist()):
+    for index in random.permutation(len(names)):
+        name = names[int(index)]
         found = [*pool.stored([name])[name], *pool.failures([name])[name]]
         usable = [stored.trajectory for stored in found if has_observations(stored.trajectory)]
         if usable:
