@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 
 import replay_tables as tables
-from atlas_arms import ARMS, CONTROLS, CURRICULA, DOMAINS, REFERENCE
+from atlas_arms import ARMS, CONTROLS, CURRICULA, DOMAINS, HALVED, REFERENCE
 from replay_gain import Job, configured, evaluated, measured, processor, quiet_folder, read, run_all
 from replay_tables import WHAT, Row
 
@@ -43,7 +43,11 @@ SWEEP_SEED = 100
 RATES = (5e-5, 1e-4, 2e-4)
 SAMPLES = (3, 2)  # attempts at each held-out and at each training task
 WARM_START = "warm start"
-_UNREAD = ("time/", "pool/bucket/")
+_UNREAD = (
+    *("time/", "pool/bucket/", "pool/refused/", "pool/evicted/", "pool/bytes", "pool/newly_retired", "pool/unretired"),
+    *("loss/approx_kl", "loss/mismatch", "loss/ratio/", "loss/replayed/approx_kl", "loss/replayed/mismatch"),
+    *("replay/on", "replay/progress", "replay/source/", "replay/retrieved", "replay/planned", "reward/valid"),
+)
 
 Runs = Mapping[str, Mapping[int, Row]]  # by arm and seed
 
@@ -175,7 +179,10 @@ def one_run(job: Job) -> dict[str, Any]:
         from gleanrl.utils.importing import load_object
 
         wrap = None if arm not in CURRICULA else partial(load_object(CURRICULA[arm]), seed=seed)
-        config = configured(job, folder, {**DOMAINS[domain], **ARMS[arm]})
+        settings = {**DOMAINS[domain], **ARMS[arm]}
+        if arm in HALVED:
+            settings["run.steps"] //= 2
+        config = configured(job, folder, settings)
         row = asyncio.run(measured(job, config, at_start=False, samples=SAMPLES, curriculum=wrap))
         # hundreds of rows in one file of the repository: without metrics that are 0 or that nothing reads
         late = {name: value for name, value in row["late"].items() if value and not name.startswith(_UNREAD)}

@@ -51,6 +51,7 @@ ARMS: dict[str, Settings] = {
     "replay, lower rate": _REPLAY,
     "GiGPO, replay, no discount": {**_REPLAY, "credit.estimator": "gigpo", "credit.options": {"gamma": 1.0}},
     "discount, replay": {**_REPLAY, "credit.estimator": f"{_DESIGNS}:discounted"},
+    "GiGPO, replay, half": {**_REPLAY, "credit.estimator": "gigpo"},
     "GiGPO, rollout priority": {**_PRIORITY, "credit.estimator": "gigpo"},
     "ECHO": {"loss.observation_coefficient": 0.03},
     "ECHO, replay": {**_REPLAY, "loss.observation_coefficient": 0.03},
@@ -80,6 +81,9 @@ CURRICULA: dict[str, str] = {
 }
 """Import paths of the curricula that change the groups of an arm's `ReplayCurriculum`."""
 
+HALVED = ("GiGPO, replay, half",)
+"""The arms that make half of a domain's steps."""
+
 CONTROLS: dict[str, str] = {
     "on-policy": REFERENCE,
     "selection": REFERENCE,
@@ -87,6 +91,7 @@ CONTROLS: dict[str, str] = {
     "replay, lower rate": "GiGPO, replay",
     "GiGPO, replay, no discount": "GiGPO, replay",
     "discount, replay": "GiGPO, replay",
+    "GiGPO, replay, half": "GiGPO, replay",
     "restarts, no prefix": "restarts",
     "restarts, random cut": "restarts",
     "observations, step": "observations, memory",
