@@ -105,7 +105,7 @@ def recalibrated(rewards: Rewards) -> tuple[Tensor, Tensor]:
 
 @estimator("discounted", group_local=True, group_baseline=True, needs=["turns"])
 def discounted(rewards: Rewards, *, turns: Tensor, gamma: float = 0.95) -> tuple[Tensor, Tensor]:
-    """Compute the advantage of ``grpo``, plus that of ``grpo`` on gamma^(T - 1) r, for a trajectory of T turns.
+    """Compute the advantage of ``grpo``, plus that of ``grpo`` on gamma^T r, for a trajectory of T turns.
 
     As in ``gigpo``, shorter successes are better, and advantages have two terms. But no turns are compared: all tokens
     of a trajectory have the same advantage.

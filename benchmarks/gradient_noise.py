@@ -5,10 +5,12 @@
 The policy is that of `atlas.py` after the warm start and some steps of GRPO. With its weights, batches of the domain's
 size are sampled, and each estimator computes the gradient of the loss on the same batches. Columns:
 
-* noise: the variance of a batch's gradient, summed over all weights, divided by the squared norm of the mean gradient.
-  So many batches have to be averaged until noise and signal are equal.
+* noise: the variance of a batch's gradient, summed over all weights, divided by the squared norm of the expected
+  gradient, both without bias. So many batches have to be averaged until noise and signal are equal. With its standard
+  error from leaving out one batch after the other (jackknife).
 * objective: the mean cosine between a batch's gradient and that of the expected success. The latter is the mean over
-  the other batches with ``dr_grpo``, whose expectation it is. Its noise makes all cosines too low, by the same factor.
+  the other batches with ``dr_grpo``. Its noise makes all cosines too low, by the same factor. With the standard error
+  over batches, as if they were independent.
 * to ``grpo``: the cosine between the mean gradients of the estimator and of ``grpo``.
 * without: the share of groups whose members all have the advantage 0.
 """
@@ -38,7 +40,7 @@ from gleanrl.runtime.run_folder import RunFolder
 from gleanrl.schedule.schedule import Schedule
 from gleanrl.tracking.monitors import Console, load_monitors
 from gleanrl.train import train
-from gleanrl.types import Group, GroupSpec
+from gleanrl.types import FloatArray, Group, GroupSpec
 from replay_gain import configured, quiet_folder
 
 OBJECTIVE = "dr_grpo"
@@ -68,8 +70,9 @@ def main() -> None:
             success, rows = asyncio.run(measured(config, steps, args.batches))
         print(f"\n{args.domain}, after {steps} steps: success {success:.2f}, {args.batches} batches\n")
         print("| estimator | noise | objective | to grpo | without |\n|---|---|---|---|---|")
-        for name, cells in rows.items():
-            print(f"| {name} | {cells[0]:.1f} | {cells[1]:.3f} | {cells[2]:.2f} | {cells[3]:.0%} |", flush=True)
+        for name, (noise, noise_error, cosine, cosine_error, to_grpo, idle) in rows.items():
+            cells = [name, f"{noise:.1f} ± {noise_error:.1f}", f"{cosine:.3f} ± {cosine_error:.3f}"]
+            print(f"| {' | '.join([*cells, f'{to_grpo:.2f}', f'{idle:.0%}'])} |", flush=True)
 
 
 async def measured(config: Any, steps: int, batches: int) -> tuple[float, dict[str, tuple[float, ...]]]:
@@ -122,7 +125,8 @@ async def gradient(learner: TorchLearner, batch: Any) -> Tensor:
 
     def step(normaliser: float, lr: float, **options: Any) -> float:
         parameters = engine.backend.parameters
-        caught.append(torch.cat([(p.grad / normaliser).flatten() for p in parameters if p.grad is not None]))
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad / normaliser for p in parameters]
+        caught.append(torch.cat([gradient.flatten() for gradient in gradients]))
         for parameter in parameters:
             parameter.grad = None
         return 0.0
@@ -133,25 +137,27 @@ async def gradient(learner: TorchLearner, batch: Any) -> Tensor:
     return made
 
 
-def row(gradients: Mapping[str, Tensor], name: str) -> tuple[float, float, float]:
-    own = gradients[name].double()
-    signal, noise = signal_and_noise(own)
-    objective = gradients[OBJECTIVE].double()
-    others = (objective.sum(0) - objective) / (len(objective) - 1)
-    cosines = torch.nn.functional.cosine_similarity(own, others)
+def row(gradients: Mapping[str, Tensor], name: str) -> tuple[float, float, float, float, float]:
+    own, objective = gradients[name].double(), gradients[OBJECTIVE].double()
+    count, products = len(own), (own @ own.T).numpy()
+    left_out = [noise_to_signal(np.delete(np.delete(products, each, 0), each, 1)) for each in range(count)]
+    error = np.sqrt((count - 1) / count * np.square(np.subtract(left_out, np.mean(left_out))).sum())
+    others = (objective.sum(0) - objective) / (count - 1)
+    cosines = torch.nn.functional.cosine_similarity(own, others).numpy()
     to_grpo = torch.nn.functional.cosine_similarity(own.mean(0), gradients["grpo"].double().mean(0), dim=0)
-    return noise / signal, float(cosines.mean()), float(to_grpo)
+    cosine_error = cosines.std(ddof=1) / np.sqrt(count)
+    return noise_to_signal(products), float(error), float(cosines.mean()), float(cosine_error), float(to_grpo)
 
 
-def signal_and_noise(gradients: Tensor) -> tuple[float, float]:
-    """Return the squared norm of the expected gradient, and the summed variance of one, both without bias.
+def noise_to_signal(products: FloatArray) -> float:
+    """Return the summed variance of a gradient, divided by the squared norm of its expectation.
 
-    ``gradients``: float64 [n, weights], of independent batches.
+    ``products`` float64 [n, n]: the inner products of the gradients of n batches. Both parts are unbiased if the
+    batches are independent and alike: the mean product of two different gradients estimates the squared norm.
     """
-    count = len(gradients)
-    squares = float(gradients.square().sum() / count)
-    signal = (float(gradients.sum(0).square().sum()) - count * squares) / (count * (count - 1))
-    return signal, squares - signal
+    count, own = len(products), products.trace()
+    signal = (products.sum() - own) / (count * (count - 1))
+    return float((own / count - signal) / signal)
 
 
 if __name__ == "__main__":

@@ -25,8 +25,8 @@ COEFFICIENT = 0.1  # factor of the observation loss
 class ObservationsFromMemory(ChangedUpdates):
     """Makes one more update after the extra ones of replay, on observations in `TRAJECTORIES` stored trajectories.
 
-    They are successes and failures of tasks that are drawn uniformly from those that were played. Needs
-    ``replay.keep_failures``.
+    They are successes and, with ``replay.keep_failures``, failures of tasks that are drawn uniformly from those that
+    were played.
     """
 
     def __init__(self, run: Run, *, seed: int) -> None:

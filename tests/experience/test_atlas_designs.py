@@ -153,3 +153,27 @@ def test_own_step_trains_on_as_many_tokens_of_the_step_as_replay_would_on_stored
         lengths = [success.group.trajectories[0].sampled_tokens for success in chosen]
         wanted = 4 * stored[0].trajectories[0].sampled_tokens
         assert sum(lengths[:-1]) < wanted <= sum(lengths)
+
+
+def test_discounted_compares_successes_by_their_number_of_turns() -> None:
+    """Three successes of 1, 2 and 2 turns and a failure; then a group of successes of equal length."""
+    turns = torch.tensor([[1, 1, 0], [1, 1, 2], [1, 2, 2], [1, 2, 3], [1, 2, 2], [1, 1, 2]])
+    mask = torch.tensor([[1, 1, 0]] + [[1, 1, 1]] * 5)
+    scores, groups = torch.tensor([1.0, 1.0, 1.0, 0.0, 1.0, 1.0]), torch.tensor([0, 0, 0, 0, 1, 1])
+    rewards = torch.zeros(6, 3).scatter_(1, mask.sum(1, keepdim=True) - 1, scores[:, None])
+    ours, _ = estimate(f"{DESIGNS}:discounted", rewards, mask, groups, turns=turns)
+    shorter = torch.tensor([1.0, 0.95, 0.95, 0.0, 1.0, 1.0])  # the same in each group, up to a factor
+    terms = [estimate("grpo", own[:, None], torch.ones(6, 1), groups)[0] for own in (scores, shorter)]
+    torch.testing.assert_close(ours, mask * sum(terms), rtol=1e-4, atol=1e-5)
+    assert ours[0, 0] > ours[1, 0] > ours[3, 0]
+    assert not ours[4:].any()
+
+
+def test_the_noise_of_a_gradient_is_told_from_its_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    ratio = load_object(f"{BENCHMARKS / 'gradient_noise.py'}:noise_to_signal")
+    random = np.random.default_rng(0)
+    gradients = np.array([3.0, 4.0, 0.0]) + random.normal(0, 5, (4000, 3))
+    assert ratio(gradients @ gradients.T) == pytest.approx(3 * 25 / 25, rel=0.1)
+    small = [gradients[start : start + 40] for start in range(0, 4000, 40)]
+    assert np.median([ratio(own @ own.T) for own in small]) == pytest.approx(3, rel=0.1)  # whatever their number

@@ -67,8 +67,11 @@ def pool(tmp_path: Path) -> Iterator[ExperiencePool]:
 class Scoring(Recorder):
     """A learner under whose weights each trained token has a log-prob that is 1 below the recorded one."""
 
+    consumed = 0
+
     async def update(self, batch: Batch) -> dict[str, float]:
-        self.step += 1
+        self.consumed += batch.groups
+        self.step += self.consumed % 2 == 0  # a step has two groups
         return await super().update(batch)
 
     async def replay_update(self, batch: Batch, step: int) -> dict[str, float]:
@@ -79,24 +82,35 @@ class Scoring(Recorder):
 
 
 def updated(
-    design: Any, pool: ExperiencePool, learner: Recorder, stored: Sequence[Group], **replay: Any
+    design: Any,
+    pool: ExperiencePool,
+    learner: Recorder,
+    stored: Sequence[Group],
+    *,
+    begun: bool = True,
+    **replay: Any,
 ) -> dict[str, float]:
     """Let a design observe the groups ``stored``, train a step with its extra updates, and return its metrics.
 
-    The step has one group, whose members are answered.
+    The step has two groups, with an answered success and an answered failure each. They are learned from one after the
+    other.
     """
     settings = KEEP.model_copy(update=replay)
     inner = ReplayCurriculum(Stream(["now"], 4), pool, settings, total_batches=9, group=4, seed=0)
-    config = Config(replay=settings, schedule=ScheduleSettings(batch=1, group=4))
+    config = Config(replay=settings, schedule=ScheduleSettings(batch=2, group=4))
     wrapped: Any = learner
-    replaying = ReplayUpdateLearner(wrapped, pool, config, seed=1, max_context=64, begun=lambda: True)
+    replaying = ReplayUpdateLearner(wrapped, pool, config, seed=1, max_context=64, begun=lambda: begun)
     player = SimpleNamespace(renderer=SimpleNamespace(bodies=False))
     made = design(SimpleNamespace(plan=SimpleNamespace(curriculum=inner), learner=replaying, player=player), seed=0)
     made.observe(stored, {})
-    consumed = [group("now", [answered(played("now", score, [[5]])) for score in (1, 0)])]
-    replaying.remember(consumed)
-    update = asyncio.run(replaying.update(build(consumed, CreditSettings(), LossSettings(), 64)))
-    return dict(update) | made.observe([], {})
+    metrics: dict[str, float] = {}
+    for name in ("now", "then"):
+        assert not learner.updates  # before the step is complete
+        consumed = [group(name, [answered(played(name, score, [[5]])) for score in (1, 0)])]
+        replaying.remember(consumed)
+        metrics |= asyncio.run(replaying.update(build(consumed, CreditSettings(), LossSettings(), 64)))
+    assert player.renderer.bodies == ("Observations" in design.__name__)
+    return metrics | made.observe([], {})
 
 
 def played(
@@ -187,14 +201,14 @@ def test_failures_outside_the_percentiles_and_tasks_without_failures_give_no_pai
     pairs: Any, pool: ExperiencePool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pairs, "PAIRS", 8)
-    names = [f"t{number}" for number in range(11)]
+    names = [f"t{number}" for number in range(12)]
     for number, name in enumerate(names):
         logprob = -0.1 * (number + 1)
         pool.observe([group(name, [played(name, 1, [[5]]), played(name, 0, [[6]], logprob=logprob)])], 0)
-    assert pairs.entropy_bounds(pool, names) == pytest.approx((0.3, 0.9))
+    assert pairs.entropy_bounds(pool, names) == pytest.approx((0.3, 1.0))
     found = choose(pairs, pool, names)
-    assert sorted(round(10 * pair.failure.entropy) for pair in found) == list(range(3, 10))
-    assert len({pair.task.id for pair in found}) == len(found) == 7
+    assert sorted(round(10 * pair.failure.entropy) for pair in found) == list(range(3, 11))
+    assert len({pair.task.id for pair in found}) == len(found) == 8
     pool.evict([-key for key in range(1, 20)], "asked")
     assert choose(pairs, pool, names) == []
 
@@ -285,6 +299,7 @@ def test_extra_updates_train_on_pairs_and_count_their_uses(pairs: Any, pool: Exp
     assert (metrics["replay_update/pairs"], metrics["replay_update/pairs/shared_turns"]) == (2, 1)
     assert metrics["replay_update/pairs/failure_weight"] == pytest.approx(np.exp(-1))
     assert [metrics[f"replay_update/{number}/trajectories"] for number in (0, 1)] == [4, 4]
+    assert metrics["replay_update/0/age_mean"] == 4
     for found in (pool.stored(["a", "b"]), pool.failures(["a", "b"])):
         assert [stored.uses for own in found.values() for stored in own] == [2, 2]
     for batch, _ in learner.updates:
@@ -367,7 +382,7 @@ def test_a_policy_loss_is_not_called_for_an_update_without_trained_tokens(observ
     assert metrics["updates/done"] == 1
 
 
-@pytest.mark.parametrize(("design", "count"), [("ObservationsFromMemory", 1), ("ObservationsOfStep", 2)])
+@pytest.mark.parametrize(("design", "count"), [("ObservationsFromMemory", 1), ("ObservationsOfStep", 4)])
 def test_one_more_update_trains_on_observations_alone(
     observations: Any, pool: ExperiencePool, design: str, count: int
 ) -> None:
@@ -385,3 +400,12 @@ def test_one_more_update_trains_on_observations_alone(
         assert sample.observed is not None
         assert sample.observed.nonzero()[0].tolist() == [sample.tokens.size - 2, sample.tokens.size - 1]
     assert [stored.uses for stored in pool.stored(["t"])["t"]] == [0]
+    idle = Scoring(step=3)
+    updated(getattr(observations, design), pool, idle, stored, begun=False)
+    assert not idle.updates
+
+
+def test_replay_still_trains_on_the_steps_own_successes(observations: Any, pool: ExperiencePool) -> None:
+    learner = Scoring(step=3)
+    metrics = updated(observations.ObservationsOfStep, pool, learner, [], pool_from="batch")
+    assert (metrics["replay_update/0/trajectories"], metrics["replay_update/observations/trajectories"]) == (2, 4)

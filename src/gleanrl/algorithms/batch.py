@@ -114,7 +114,8 @@ class Batch:
 
     parts: tuple[GroupSamples, ...]
     observation_coefficient: float | None = None
-    """Factor of the observation loss in an extra update; None = ``loss.observation_coefficient``."""
+    """Factor of the observation loss, for an extra update that a design of its own makes with
+    `TorchLearner.replay_update`; None = ``loss.observation_coefficient``."""
 
     @property
     def groups(self) -> int:

@@ -214,8 +214,9 @@ class ScheduleSettings(Settings):
     early, but groups are older. train: training, so that groups are young, but the next rewards are requested late.
     due: sampling until all groups of this step and the next are sampled, then training."""
     dynamic_sampling: bool = False
-    """Drop groups whose valid members all have the same score, which give no gradient, and sample groups of further
-    tasks instead (DAPO)."""
+    """Drop groups whose valid members all have the same score, and sample groups of further tasks instead (DAPO). Such
+    groups give no gradient with estimators that only compare the scores of a group. With gigpo and state_gae, successes
+    of different length give one, which is then lost."""
     max_resample: PositiveFloat = 3.0
     """With `dynamic_sampling`, the maximum number of groups sampled per group trained on. At 3.0, a step drops at most
     2 x `batch` groups; after that, it accepts groups of equal scores. 1.0 or less drops none."""

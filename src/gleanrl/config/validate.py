@@ -323,8 +323,8 @@ def _check_per_part(config: Config, *, compares_groups: bool) -> None:
     credit, loss = config.credit, config.loss
     if not compares_groups:
         raise UserError(
-            f"credit.per_part compares the members of a group, which credit.estimator = {credit.estimator!r} does not; "
-            "use grpo or another estimator with a group baseline"
+            f"credit.per_part compares the members of a group on each part of the score, which credit.estimator = "
+            f"{credit.estimator!r} cannot do; use grpo or another estimator that only compares the scores of a group"
         )
     for part in credit.per_part:
         known: list[str] | None = None  # which parts other rewards give is not known before they give some

@@ -29,7 +29,7 @@ _NOT_TEXT = "Could not decode to UTF-8"
 _SCHEMA = "SELECT name, coalesce(sql, '') FROM sqlite_schema WHERE name NOT LIKE 'sqlite_stat%'"
 
 APPLICATION = 0x474C5250  # "GLRP"
-VERSION = 6
+VERSION = 7
 
 _TRAJECTORY = (
     "id INTEGER PRIMARY KEY",
@@ -81,7 +81,6 @@ INDEXES = (
     "CREATE INDEX trajectories_version ON trajectories (version)",
     "CREATE UNIQUE INDEX failures_tokens ON failures (task, digest)",
     "CREATE INDEX failures_version ON failures (version)",
-    "CREATE INDEX failures_entropy ON failures (entropy)",
 )
 
 TRACKED = {table: tuple(column.split()[0] for column in columns) for table, columns in TABLES.items()}
