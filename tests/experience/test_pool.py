@@ -746,7 +746,7 @@ def _rewrite(path: Path, *statements: str) -> None:
 @pytest.mark.parametrize(
     ("statements", "line"),
     [
-        (["PRAGMA user_version = 7"], "schema 7"),
+        (["PRAGMA user_version = 99"], "schema 99"),
         (["PRAGMA application_id = 5"], "is not an experience pool, although"),
         (["CREATE TRIGGER mine AFTER INSERT ON tasks BEGIN DELETE FROM tasks; END"], "other tables or triggers"),
         (["DROP TABLE buckets"], "other tables or triggers"),
