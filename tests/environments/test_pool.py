@@ -57,11 +57,10 @@ async def step_and_read(environment: Environment, text: str) -> str:
 
 def alive(pid: int) -> bool:
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:  # it has ended; if between opening and reading, the error is ESRCH
         return False
-    # A zombie has ended, but its parent has not waited for it yet.
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return state != "Z"  # a zombie has ended, but its parent has not waited for it yet
 
 
 def gone(pids: list[int], within_s: float = 15.0) -> bool:

@@ -40,7 +40,7 @@ def gone(pid: int) -> bool:
     """Whether the process has ended; a zombie counts as ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
-    except FileNotFoundError:
+    except OSError:  # it has ended; if between opening and reading, the error is ESRCH
         return True
 
 
