@@ -121,12 +121,21 @@ def _begins_with(segment: Segment, start: Segment) -> bool:
 
 
 class ChangedUpdates(Wrapped):
-    """A curriculum that also changes the extra updates of the run's learner."""
+    """A curriculum that also changes the extra updates of the run's learner.
+
+    ``names`` has the ids of the tasks that were played, and ``metrics`` are reported with those of the step.
+    """
 
     def __init__(self, run: Run, *, seed: int) -> None:
         super().__init__(run, seed=seed)
         assert isinstance(run.learner, ReplayUpdateLearner)
         self.learner = run.learner
+        self.names: dict[str, None] = {}
+        self.metrics: dict[str, float] = {}
+
+    def observe(self, groups: Sequence[Group], training: Metrics) -> Metrics:
+        self.names.update((group.spec.task.id, None) for group in groups)
+        return {**super().observe(groups, training), **self.metrics}
 
 
 class ChangedSuccesses(ChangedUpdates):

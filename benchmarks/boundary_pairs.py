@@ -25,7 +25,6 @@ from gleanrl.algorithms.batch import Batch, Sample, build_samples, weighted_batc
 from gleanrl.config.settings import LossSettings
 from gleanrl.experience.pool.pool import ExperiencePool, Stored, StoredFailure
 from gleanrl.experience.replay.recall import Recall
-from gleanrl.protocols import Metrics
 from gleanrl.train import Run
 from gleanrl.types import TURN_ORDER, Group, GroupSpec, Task, Trajectory
 
@@ -62,25 +61,19 @@ class BoundaryPairs(ChangedUpdates):
         self._recall = Recall(
             self.inner.pool, config.replay.model_copy(update={"per_group": 1}), group=config.schedule.group
         )
-        self._names: dict[str, None] = {}  # of the tasks that were played
-        self._metrics: dict[str, float] = {}
         self.learner.build_update = self.build_update  # type: ignore[method-assign]
-
-    def observe(self, groups: Sequence[Group], training: Metrics) -> Metrics:
-        self._names.update((group.spec.task.id, None) for group in groups)
-        return dict(super().observe(groups, training)) | self._metrics
 
     async def build_update(self, random: np.random.Generator, step: int) -> tuple[Batch, list[int]]:
         pool, config = self.inner.pool, self.learner.config
-        bounds = entropy_bounds(pool, list(self._names))
+        bounds = entropy_bounds(pool, list(self.names))
         drawn = choose_pairs(pool, self._recall, random, bounds)
         built = await build_pairs(self.learner.learner.logprobs, drawn, config.loss, self.learner.max_context)
         members = [stored for pair in built.pairs for stored in (pair.success, pair.failure)]
         pool.used([stored.key for stored in members])
-        self._metrics = {"replay_update/pairs": float(len(built.pairs))}
+        self.metrics = {"replay_update/pairs": float(len(built.pairs))}
         if built.pairs:
-            self._metrics["replay_update/pairs/shared_turns"] = float(np.mean([pair.shared for pair in built.pairs]))
-            self._metrics["replay_update/pairs/failure_weight"] = float(np.mean(built.weights))
+            self.metrics["replay_update/pairs/shared_turns"] = float(np.mean([pair.shared for pair in built.pairs]))
+            self.metrics["replay_update/pairs/failure_weight"] = float(np.mean(built.weights))
         return built.batch, [max(step - stored.version, 0) for stored in members]
 
 

@@ -32,9 +32,7 @@ class ObservationsFromMemory(ChangedUpdates):
     def __init__(self, run: Run, *, seed: int) -> None:
         super().__init__(run, seed=seed)
         run.player.renderer.bodies = True  # where the observations are is found while a trajectory is sampled
-        self.names: dict[str, None] = {}  # of the tasks that were played
         self._groups: list[Group] = []  # of the current step
-        self._metrics: dict[str, float] = {}
         self._update, self._remember = self.learner.update, self.learner.remember
         self.learner.update = self.update  # type: ignore[method-assign]
         self.learner.remember = self.remember  # type: ignore[method-assign]
@@ -42,10 +40,6 @@ class ObservationsFromMemory(ChangedUpdates):
     def remember(self, groups: Sequence[Group]) -> None:
         self._groups += groups
         self._remember(groups)
-
-    def observe(self, groups: Sequence[Group], training: Metrics) -> Metrics:
-        self.names.update((group.spec.task.id, None) for group in groups)
-        return dict(super().observe(groups, training)) | self._metrics
 
     async def update(self, batch: Batch) -> Metrics:
         before = self.learner.learner.step
@@ -57,10 +51,10 @@ class ObservationsFromMemory(ChangedUpdates):
         if self.learner.begun():
             shown = self.trajectories(groups)
             extra = observation_batch(shown, self.learner.max_context, COEFFICIENT)
-            self._metrics = {"replay_update/observations/trajectories": float(extra.groups)}
+            self.metrics = {"replay_update/observations/trajectories": float(extra.groups)}
             if extra.groups:
                 reported = await self.learner.learner.replay_update(extra, step)
-                self._metrics["replay_update/observations/loss"] = reported["loss/observation"]
+                self.metrics["replay_update/observations/loss"] = reported["loss/observation"]
         return metrics
 
     def trajectories(self, groups: Sequence[Group]) -> list[Trajectory]:

@@ -138,6 +138,19 @@ def answered(trajectory: Trajectory) -> Trajectory:
     return replace(trajectory, ending=(Turn({"role": "user", "content": "!"}, np.array([3, 4, 5]), body=(1, 3)),))
 
 
+def learner_of(loss: LossSettings, tokens: int, dtype: torch.dtype = torch.float64) -> TorchLearner:
+    """Return a learner of a tiny model, with micro-batches of ``tokens``."""
+    return TorchLearner(
+        tiny_model(0, dtype),
+        LearnerSettings(tokens_per_microbatch=tokens),
+        loss,
+        total_steps=3,
+        groups_per_step=1,
+        pad_token=0,
+        temperature=1.0,
+    )
+
+
 # --- pairs -----------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("one", "other", "shared"),
@@ -270,15 +283,7 @@ def reference_loss(model: Any, pairs: Sequence[Any]) -> torch.Tensor:
 
 def test_the_gradient_of_a_batch_of_pairs_equals_a_float64_reference(pairs: Any) -> None:
     loss, made = LossSettings(aggregation="token-mean"), make_pairs(pairs)
-    learner = TorchLearner(
-        tiny_model(0, torch.float64),
-        LearnerSettings(tokens_per_microbatch=16),
-        loss,
-        total_steps=3,
-        groups_per_step=1,
-        pad_token=0,
-        temperature=1.0,
-    )
+    learner = learner_of(loss, 16)
     applied = applied_gradients(learner)
     built = asyncio.run(pairs.build_pairs(learner.logprobs, made, loss, 64))
     asyncio.run(learner.replay_update(built.batch, 0))
@@ -322,15 +327,7 @@ def test_the_gradient_is_that_of_the_observation_loss_alone_with_its_own_coeffic
 ) -> None:
     groups = [replace(g, spec=replace(g.spec, replayed=(), fresh=len(g.trajectories))) for g in make_groups(3)]
     members = [member for each in groups for member in each.valid_fresh]
-    learner = TorchLearner(
-        tiny_model(0, torch.float64),
-        LearnerSettings(tokens_per_microbatch=60),
-        loss,
-        total_steps=3,
-        groups_per_step=1,
-        pad_token=0,
-        temperature=1.0,
-    )
+    learner = learner_of(loss, 60)
     applied = applied_gradients(learner)
     metrics = asyncio.run(learner.replay_update(observations.observation_batch(members, 128, 0.3), 0))
     naive = tiny_model(0, torch.float64)
@@ -369,15 +366,7 @@ def test_a_policy_loss_is_not_called_for_an_update_without_trained_tokens(observ
         return -relative(tokens, settings) * tokens.ratio
 
     members = [member for each in make_groups(3) for member in each.valid_fresh]
-    learner = TorchLearner(
-        tiny_model(0),
-        LearnerSettings(tokens_per_microbatch=60),
-        LossSettings(name="relative, of a test"),
-        total_steps=3,
-        groups_per_step=1,
-        pad_token=0,
-        temperature=1.0,
-    )
+    learner = learner_of(LossSettings(name="relative, of a test"), 60, torch.float32)
     metrics = asyncio.run(learner.replay_update(observations.observation_batch(members, 128, 0.3), 0))
     assert metrics["updates/done"] == 1
 
