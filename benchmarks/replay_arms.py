@@ -192,5 +192,6 @@ ARMS: dict[str, Settings] = {
     },
     "replay, adaptive share": {**_BOTH, "replay.min_task_ratio": 0.125},
     "replay, restarts": {**_BOTH, "replay.restart_share": 0.25},
+    "GiGPO, replay": {**_BOTH, "credit.estimator": "gigpo"},  # the advantage of a turn, not only of the trajectory
     "replay, entropy under the current policy": {**_BOTH, "replay.entropy_from": "current"},
 }

@@ -3,7 +3,7 @@
     python benchmarks/replay_gain.py [show] [--save FILE ...] [--domains NAME ...] [--arms NAME ...] [--svg FILE]
     python benchmarks/replay_gain.py sizes [--save FILE ...] [--svg FILE]
     python benchmarks/replay_gain.py run [--save FILE] [--domains NAME ...] [--arms NAME ...] [--lrs RATE ...]
-        [--seeds 0]
+        [--seeds 0] [--points N]
 
 A run is `gleanrl train` with the settings of its domain and arm (`replay_arms.py`) and a learning rate: that of the
 domain, or 1e-4. Several rates are measured for each arm, and arms are compared at their best rate. The seed determines
@@ -58,6 +58,7 @@ def main() -> None:
     parser.add_argument("--arms", nargs="+", default=HEADLINE, choices=list(ARMS), metavar="ARM")
     parser.add_argument("--lrs", type=float, nargs="+")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--points", type=int, help="run: evaluations of a run, without the one before training")
     parser.add_argument("--jobs", type=int, default=2, help="runs at once, one thread each")
     args = parser.parse_args()
     # The sizes are run only if they are named, because the largest one takes minutes a run.
@@ -80,7 +81,7 @@ def main() -> None:
         for lr in args.lrs or [DOMAINS[domain].get("learner.lr", 1e-4)]
         for arm in args.arms
     ]
-    run_all(wanted, one_run, args.save[0], args.jobs)
+    run_all(wanted, partial(one_run, points=args.points), args.save[0], args.jobs)
 
 
 def run_all(wanted: Sequence[Job], one_run: Callable[[Job], dict[str, Any]], save: Path, jobs: int) -> None:
@@ -123,9 +124,11 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(text) for text in path.read_text().splitlines()] if path.exists() else []
 
 
-def one_run(job: Job) -> dict[str, Any]:
+def one_run(job: Job, *, points: int | None = None) -> dict[str, Any]:
+    settings = {**DOMAINS[job[0]], **ARMS[job[1]]} | ({} if points is None else {"points": points})
     with quiet_folder() as folder:
-        return asyncio.run(measured(job, configured(job, folder, {**DOMAINS[job[0]], **ARMS[job[1]]})))
+        row = asyncio.run(measured(job, configured(job, folder, settings)))
+    return row | {"processor": processor()}
 
 
 def processor() -> str:
@@ -205,7 +208,8 @@ async def measured(
 
     Args:
         at_start: whether the curve begins with the policy after the warm start.
-        samples: number of attempts at each held-out and at each training task with the last checkpoint.
+        samples: number of attempts at each held-out and at each training task with the checkpoints at the end and at
+            half of the steps. With others, it is one.
         curriculum: returns the curriculum that takes the place of the one of the run that it gets.
     """
     import torch
@@ -238,9 +242,8 @@ async def measured(
     for checkpoint in folders:
         step = int(checkpoint.name[5:])
         so_far = [row.metrics for row in rows if row.step <= step]
-        success = await evaluated(
-            builder, checkpoint, held_out, samples=samples if checkpoint == folders[-1] else (1, 1)
-        )
+        counts = 2 * step == config.run.steps or checkpoint == folders[-1]
+        success = await evaluated(builder, checkpoint, held_out, samples=samples if counts else (1, 1))
         curve.append(
             {
                 "step": step,
