@@ -180,6 +180,39 @@ def test_goal_and_admissible_commands_are_shown_according_to_the_options() -> No
     assert len(opening(goal="detailed").splitlines()[0]) > len(brief.splitlines()[0])
 
 
+@pytest.mark.parametrize("shown", [True, False], ids=["commands shown", "commands not shown"])
+def test_two_observations_have_the_same_state_if_and_only_if_the_game_has_the_same_facts(shown: bool) -> None:
+    """Turn-level credit compares the messages that were sampled in the same state, whatever led there."""
+    taskset = TextworldTaskset(rooms=6, quest_length=3, seed=1, admissible_commands=shown)
+    task = first(taskset)
+    game = engine.load(compiled(*_game(task)))
+    there = next(command for command in game.root.admissible() if command.startswith("go "))
+    back = {"north": "south", "south": "north", "east": "west", "west": "east"}[there.removeprefix("go ")]
+    texts = ["look", "xyzzy", "", there, f"go {back}"]
+    for workers in (0, 1):
+        start, looked, unknown, nothing, moved, returned = played(taskset, task, texts, workers)
+        assert start.state == looked.state == unknown.state == nothing.state == returned.state
+        assert start.state is not None
+        assert moved.state != start.state
+        assert start.messages != unknown.messages
+
+
+def test_the_key_of_a_state_tells_its_facts_and_its_score_apart() -> None:
+    """Walks at random, undoing what a quest asked for too, so that states with equal facts and other scores occur."""
+    game = engine.load(compiled(*_game(first(QUESTS))))
+    draw, seen = random.Random(0), {}
+    for _ in range(20):
+        state = game.root
+        for _ in range(60):
+            facts = frozenset(map(str, game.world_of(state).progression.state.facts))
+            assert seen.setdefault(state.key(), (facts, state.score)) == (facts, state.score)
+            if state.over:
+                break
+            state = state.step(draw.choice(state.admissible()))
+    assert len(set(seen.values())) == len(seen)
+    assert len({facts for facts, _ in seen.values()}) < len(seen)
+
+
 def test_commands_to_the_interpreter_and_second_commands_are_not_played() -> None:
     task = first(COINS)
     texts = ["quit", "Restart", "tw-print state", "undo", "", "look. quit", "<think>go north</think>\nlook\ngo north"]

@@ -11,6 +11,7 @@ command.
 from __future__ import annotations
 
 import copy
+import hashlib
 import re
 import warnings
 import zlib
@@ -60,6 +61,10 @@ class State:
         """Return TextWorld's admissible commands in this state, sorted."""
         return self.game.world_of(self).commands
 
+    def key(self) -> str:
+        """Return a text that two states of a game share if and only if they have the same logical facts and score."""
+        return f"{self.game.world_of(self).facts} {self.score}"
+
     def policy(self) -> list[str]:
         """Return commands that win the game from this state. Empty if the game can no longer be won."""
         events: list[str] = []
@@ -81,6 +86,7 @@ class _World:
     """
 
     progression: Any  # textworld's GameProgression
+    facts: str  # hash of the logical facts, the same in all processes
     commands: list[str]
     next: dict[tuple[str, ...], _World] = field(default_factory=dict)  # events -> the world after them
 
@@ -204,7 +210,10 @@ class Game:
         facts = frozenset(progression.state.facts)
         if facts not in self._worlds:
             commands = sorted(set(self.words.gen_commands_from_actions(progression.valid_actions)))
-            self._worlds[facts] = _World(progression, commands)
+            texts = "\n".join(sorted(map(str, facts)))
+            self._worlds[facts] = _World(
+                progression, hashlib.blake2b(texts.encode(), digest_size=12).hexdigest(), commands
+            )
         return self._worlds[facts]
 
 

@@ -150,9 +150,8 @@ class _Episode(Environment):
     state: engine.State | None = None
 
     async def reset(self) -> Observation:
-        self.state = engine.load(compiled(*_game_of(self.task))).root
-        state = self.state
-        return Observation((self.taskset._message(state),), done=state.over, score=_score(state))
+        self.state = state = engine.load(compiled(*_game_of(self.task))).root
+        return _observation(state, self.taskset._message(state))
 
     async def step(self, message: Message) -> Observation:
         if self.state is None or self.state.over:
@@ -160,9 +159,9 @@ class _Episode(Environment):
         command = command_of(message["content"])
         if not command or _NOT_PLAYED.match(command):
             text = "That's not a verb you recognise." if command else "I beg your pardon?"
-            return Observation(({"role": "user", "content": text},), score=_score(self.state))
+            return _observation(self.state, {"role": "user", "content": text})
         self.state = state = self.state.step(command)
-        return Observation((self.taskset._message(state),), done=state.over, score=_score(state))
+        return _observation(state, self.taskset._message(state))
 
     async def close(self) -> None:
         self.state = None
@@ -178,6 +177,10 @@ def command_of(text: str) -> str:
     # Remove backslashes, because the interpreter treats a backslash as a command of its own and then waits for further
     # input forever.
     return " ".join(text.replace("\\", " ").split())[:_COMMAND_CHARACTERS].strip()
+
+
+def _observation(state: engine.State, message: Message) -> Observation:
+    return Observation((message,), done=state.over, score=_score(state), state=state.key())
 
 
 def _score(state: engine.State) -> Score:
