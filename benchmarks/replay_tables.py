@@ -43,6 +43,7 @@ def show(rows: Sequence[Row], headline: Sequence[str]) -> None:
             seeds = sorted(next(iter(arms.values())))
             _budgets(arms, seeds)
             _gains(arms, seeds)
+            _halves(arms, seeds)
             _between(arms, seeds)
             _late(arms)
         _others(own, [arm for arm in ordered(row["arm"] for row in own) if arm not in arms])
@@ -183,6 +184,33 @@ def _gains(tuned: Mapping[str, Mapping[int, Row]], seeds: Sequence[int]) -> None
         if "on-policy" in tuned:
             cells += [_reached(tuned, arm, seeds, what) for what in ("held_out", "train")]
         table_row(cells)
+
+
+def _halves(tuned: Mapping[str, Mapping[int, Row]], seeds: Sequence[int]) -> None:
+    """Print the success of each arm after half of the fresh rollouts, less the final success of "on-policy".
+
+    Only for runs with an evaluation at half of their rollouts.
+    """
+    runs = [row for own in tuned.values() for row in own.values()]
+    if "on-policy" not in tuned or any(_half(row) is None for row in runs):
+        return
+    print(
+        "\nSuccess after half of the rollouts, and its difference to the final success of on-policy, paired by seed:\n"
+    )
+    table_row(["arm", *WHAT, *(f"{what}, over on-policy at the end" for what in WHAT)], head=True)
+    for arm, own in tuned.items():
+        halves = {seed: _half(own[seed]) or {} for seed in seeds}
+        cells = [arm, *(f"{statistics.mean(half[what] for half in halves.values()):.3f}" for what in WHAT.values())]
+        for what in WHAT.values():
+            gains = [halves[seed][what] - final(tuned["on-policy"][seed], what) for seed in seeds]
+            cells.append(mean_text(gains, "+"))
+        table_row(cells)
+
+
+def _half(row: Row) -> Mapping[str, float] | None:
+    """Return the point of a run's curve after half of its fresh rollouts, or None if it was not evaluated there."""
+    last = row["curve"][-1]["rollouts"]
+    return next((point for point in row["curve"] if 2 * point["rollouts"] == last), None)
 
 
 def _between(tuned: Mapping[str, Mapping[int, Row]], seeds: Sequence[int]) -> None:
