@@ -36,6 +36,7 @@ _RESTARTS: Settings = {**_REPLAY, "replay.restart_share": 0.25}
 ARMS: dict[str, Settings] = {
     REFERENCE: _REPLAY,
     "on-policy": {},
+    "on-policy, lower rate": {},
     "selection": REPLAY_ARMS["selection"],
     "own step": _REPLAY,
     "ExGRPO": REPLAY_ARMS["as published"],
@@ -88,6 +89,7 @@ CONTROLS: dict[str, str] = {
     "on-policy": REFERENCE,
     "selection": REFERENCE,
     "own step": REFERENCE,
+    "on-policy, lower rate": "GiGPO, replay",
     "replay, lower rate": "GiGPO, replay",
     "GiGPO, replay, no discount": "GiGPO, replay",
     "discount, replay": "GiGPO, replay",
