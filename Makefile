@@ -17,7 +17,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 EXTRAS := alfworld,textworld,reasoning-gym,lora,tensorboard,parquet,buffer
-PARALLEL := --numprocesses logical --maxprocesses 8 --dist loadgroup --no-loadscope-reorder
+# more workers than cores, because many tests wait for other processes and for servers
+WORKERS := $(shell $(PYTHON) -c "import os; print(min(8, os.cpu_count() * 3 // 2))")
+PARALLEL := --numprocesses $(WORKERS) --dist loadgroup --no-loadscope-reorder
 TESTED := gguf,trl,ray,rewards,serve,embodied,openenv,datasets,math,textarena,gymnasium,lerobot
 # these need a pretrained model, its folder, or a file to compare with
 OTHER_BENCHMARKS := golden.py exported_model.py real_model.py real_model_sampler.py smollm2.py

@@ -79,9 +79,9 @@ def test_a_run_of_an_agent_replays_and_starts_a_process_for_each_episode(undistu
 @pytest.mark.parametrize(
     ("kind", "function", "call"),
     [
-        ("function", PLAY, 9 + 4 * EPISODES + 3),
+        pytest.param("function", PLAY, 9 + 4 * EPISODES + 3, marks=pytest.mark.heavy),
         ("function", CALL, 2 * (9 + 3 * EPISODES) + 5),
-        ("function", APPLY, 4),
+        pytest.param("function", APPLY, 4, marks=pytest.mark.heavy),
         ("command", CALL, 2 * (9 + 3 * EPISODES) + 5),
     ],
 )
@@ -97,7 +97,9 @@ def test_a_run_of_an_agent_that_is_killed_and_resumed_equals_an_undisturbed_one(
     assert_same(gleanrl.run("run"), undisturbed.run("run"))
 
 
-@pytest.mark.parametrize(("kind", "count"), [("function", 1), ("function", 2), ("command", 1)])
+@pytest.mark.parametrize(
+    ("kind", "count"), [pytest.param("function", 1, marks=pytest.mark.heavy), ("function", 2), ("command", 1)]
+)
 def test_ctrl_c_ends_a_run_of_an_agent_and_its_processes_and_the_run_continues(
     gleanrl: CommandLine, undisturbed: CommandLine, kind: str, count: int
 ) -> None:
