@@ -23,6 +23,7 @@ from gleanrl.runtime.process import locked
 from gleanrl.runtime.run_folder import RunFolder
 from tests.builders import checkpoint_tensors
 from tests.cli.conftest import CommandLine, Ended
+from tests.cli.test_resume import EPISODES, PLAY
 from tests.tracking.report.browser import assert_drawn, opened
 
 Whole = tuple[CommandLine, Ended]
@@ -254,7 +255,11 @@ def test_an_evaluation_leaves_every_score_and_the_reasons_for_it(gleanrl: Comman
 def test_runs_are_listed_compared_and_deleted(whole: Whole) -> None:
     gleanrl, _ = whole
     options = ("--run.steps", "2", "--evaluation.every", "0", "--learner.lr", "1e-3")
-    assert gleanrl.train("short", *options).status == 0
+    in_the_last_evaluation = (PLAY, 9 + 2 * EPISODES + 4, "SIGKILL")
+    assert gleanrl.train("short", *options, at=in_the_last_evaluation).status == -9
+    rows = [line.split() for line in gleanrl.here("runs").stdout.splitlines()]
+    assert ["short", "stopped", "2/2"] in [row[:3] for row in rows]
+    assert gleanrl.train("short", *options, "--resume").status == 0
     assert evaluated(gleanrl, "short", "--out", "runs/judged").path == gleanrl.folder / "runs" / "judged"
     assert gleanrl("evaluate", "judged").status == 2
     listed = gleanrl.here("runs").stdout.splitlines()

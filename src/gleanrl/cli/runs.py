@@ -54,7 +54,10 @@ def _list(args: argparse.Namespace) -> int:
             print(f"gleanrl: warning: {error}", file=sys.stderr)
             continue
         planned = found["planned_steps"]
-        state = "running" if in_use(folder) else "finished" if found["steps"] == planned else "stopped"
+        # the last checkpoint is written after the last evaluation, and checkpoints may have been deleted since
+        written = bool(planned) and (folder.checkpoint_path(planned).exists() or folder.model_path.exists())
+        finished = written and found["steps"] == planned
+        state = "running" if in_use(folder) else "finished" if finished else "stopped"
         changed = folder.metrics_path if folder.metrics_path.exists() else folder.config_path
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(changed.stat().st_mtime))
         reward = "" if found["reward"] is None else f"{found['reward'][1]:.3g}"
