@@ -53,6 +53,7 @@ ARMS: dict[str, Settings] = {
     "GiGPO, replay, no discount": {**_REPLAY, "credit.estimator": "gigpo", "credit.options": {"gamma": 1.0}},
     "discount, replay": {**_REPLAY, "credit.estimator": f"{_DESIGNS}:discounted"},
     "GiGPO, replay, half": REPLAY_ARMS["GiGPO, replay"],
+    "state GAE, replay": {**_REPLAY, "credit.estimator": "state_gae"},
     "GiGPO, rollout priority": {**_PRIORITY, "credit.estimator": "gigpo"},
     "ECHO": {"loss.observation_coefficient": 0.03},
     "ECHO, replay": {**_REPLAY, "loss.observation_coefficient": 0.03},
