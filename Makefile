@@ -38,7 +38,7 @@ test: $(VENV)/.tested chromium
 
 test-all: $(VENV)/.tested chromium
 	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest $(PARALLEL) -m "not heavy" $(ARGS)
-	$(BIN)/python -m pytest -m heavy $(ARGS)
+	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -m heavy $(ARGS)
 
 # The report is tested in a browser where there is one.
 chromium:
