@@ -48,6 +48,7 @@ class State:
     snapshot: _Snapshot
     children: dict[str, State] = field(default_factory=dict)
     world: _World | None = None  # cached by `Game.world_of`
+    quests: frozenset[int] | None = None  # the finished ones, cached by `Game.finished_quests`
 
     def step(self, command: str) -> State:
         """Return the state after ``command``. The interpreter runs only the first time, and later calls share the
@@ -62,8 +63,8 @@ class State:
         return self.game.world_of(self).commands
 
     def key(self) -> str:
-        """Return a text that two states of a game share if and only if they have the same logical facts and score."""
-        return f"{self.game.world_of(self).facts} {self.score}"
+        """Return a text that two states share if and only if the same facts hold and the same quests are done."""
+        return " ".join([self.game.world_of(self).facts, *map(str, sorted(self.game.finished_quests(self)))])
 
     def policy(self) -> list[str]:
         """Return commands that win the game from this state. Empty if the game can no longer be won."""
@@ -193,6 +194,15 @@ class Game:
             world.next[state.events] = self._share(progression)
         state.world = world.next[state.events] if state.events else world
         return state.world
+
+    def finished_quests(self, state: State) -> frozenset[int]:
+        """Return the indices of the quests that were done in ``state`` or before. What they asked for may be undone."""
+        if state.quests is None:
+            before = frozenset() if state.parent is None else self.finished_quests(state.parent)
+            facts = self.world_of(state).progression.state
+            quests = enumerate(self._description.quests)
+            state.quests = before | {i for i, quest in quests if i not in before and quest.is_winning(facts)}
+        return state.quests
 
     def make_progression(self, *, track_quests: bool) -> Any:
         from textworld.generator.game import GameProgression
