@@ -17,7 +17,7 @@ from gleanrl.algorithms.batch import Batch, ModelEstimates, assign_advantages, b
 from gleanrl.algorithms.loss import AGGREGATIONS
 from gleanrl.algorithms.microbatch import MAX_PADDING, micro_batches, plan
 from gleanrl.config.settings import CreditSettings, LossSettings, ReplaySettings
-from gleanrl.types import Group, GroupSpec, Score, StopReason, Task, Trajectory, Turn, segment_arrays
+from gleanrl.types import TURN_ORDER, Group, GroupSpec, Score, StopReason, Task, Trajectory, Turn, segment_arrays
 from gleanrl.utils.errors import UserError
 from tests.builders import Member, make_group, random_groups
 from tests.strategies import examples
@@ -244,6 +244,59 @@ def test_equal_scores_have_no_advantage_whether_or_not_turns_have_rewards() -> N
     batch = build([group], CreditSettings(estimator="gigpo", options={"weight": 0.0}), LossSettings(), 64)
     first = [sample.advantages[sample.mask][0] for sample in batch.samples]
     np.testing.assert_allclose(first, 0.0, atol=1e-6)
+
+
+def test_a_stored_success_keeps_its_distance_to_scores_that_are_equal_up_to_rounding() -> None:
+    """The rewards of one member's turns add up to its score, 0, up to the last bit."""
+    fresh = [conversation(f"fresh {n}", [(f"{n} {k}", None) for k in range(3)], 0.0) for n in range(8)]
+    turns = [replace(turn, reward=0.1) if turn.sampled else turn for turn in fresh[0].segments[0]]
+    fresh[0] = replace(fresh[0], segments=(tuple(turns),))
+    stored = conversation("stored", [("other", None)], 1.0)
+    group = Group(GroupSpec(Task("task"), fresh=8, replayed=(stored,)), (*fresh, stored), ticket=0)
+    for weight in (0.0, 1.0):
+        batch = build([group], CreditSettings(estimator="gigpo", options={"weight": weight}), LossSettings(), 64)
+        np.testing.assert_allclose(batch.samples[-1].advantages[batch.samples[-1].mask], 1.0, rtol=1e-5)
+
+
+@pytest.mark.parametrize("estimator", ["gigpo", "state_gae"])
+def test_a_member_without_states_is_compared_by_text_with_members_that_have_them(estimator: str) -> None:
+    """A success that was stored before its environment gave states."""
+
+    def advantages(state: str | None) -> list[list[float]]:
+        said = [("a", state), ("b", state and state + "b")]
+        fresh = [conversation(f"fresh {n}", said, 0.0) for n in range(3)]
+        stored = conversation("stored", [("a", None), ("b", None)], 1.0)
+        group = Group(GroupSpec(Task("task"), fresh=3, replayed=(stored,)), (*fresh, stored), ticket=0)
+        batch = build([group], CreditSettings(estimator=estimator), LossSettings(), 64)
+        return [sample.advantages[sample.mask].tolist() for sample in batch.samples]
+
+    assert advantages("key") == advantages(None)
+    assert advantages(None)[-1][0] > 0.8
+
+
+def test_turn_level_credit_reads_the_turns_of_an_agent_in_the_order_of_time() -> None:
+    """The segments of an agent may overlap in time; the reward at the end is discounted over the turns before it."""
+    turns = [conversation(name, [(name, None)], 1.0).segments[0] for name in "ab"]
+    credit = CreditSettings(estimator="gigpo", options={"gamma": 0.5, "normalize": False})
+
+    def advantages(order: tuple[int, int]) -> list[float]:
+        agent = replace(conversation("agent", [], 1.0), segments=tuple(turns), info={TURN_ORDER: list(order)})
+        other = conversation("other", [("a", None)], 0.0)
+        group = Group(GroupSpec(Task("task"), fresh=2), (agent, other), ticket=0)
+        batch = build([group], credit, LossSettings(), 64)
+        return [float(sample.advantages[sample.mask][0]) for sample in batch.samples[:2]]
+
+    # "a" is met by both, with the returns 0.5 and 0 as the first turn, and 1 and 0 as the second
+    assert advantages((0, 1)) == [0.5 + 0.25, 0.5]
+    assert advantages((1, 0)) == [0.5 + 0.5, 0.5]
+
+
+def test_texts_of_different_roles_are_different_states() -> None:
+    user = conversation("user", [("a", None)], 1.0)
+    tool = [
+        replace(turn, message={**turn.message, "role": "tool"}) if not turn.sampled else turn for turn in user.turns()
+    ]
+    assert turn_states(user) != turn_states(replace(user, segments=(tuple(tool),)))
 
 
 def test_an_empty_text_is_a_state_like_any_other() -> None:

@@ -105,8 +105,7 @@ class Rewards:
         is 1.
         """
         squares = torch.where(self.baseline, (self.scores - self.means) ** 2, 0.0)
-        variance = self.sum_by_group(squares)[self.group] / (self.counts - 1).clamp(min=1)
-        return torch.where(variance > 0, variance.sqrt(), 1.0)
+        return _deviations(self.sum_by_group(squares)[self.group], self.counts, self.means)
 
     @cached_property
     def zero_variance(self) -> Tensor:
@@ -541,9 +540,8 @@ def gigpo(
     episode = (grpo if normalize else dr_grpo).function(rewards)[0][:, 0]
     if normalize:
         squares = torch.where(found.baseline, turn_advantages**2, 0.0)
-        variance = squares.new_zeros(found.classes).index_add_(0, found.state, squares)[found.state]
-        variance /= (found.counts - 1).clamp(min=1)
-        deviations = torch.where(variance > 0, variance.sqrt(), 1.0)
+        squares = squares.new_zeros(found.classes).index_add_(0, found.state, squares)[found.state]
+        deviations = _deviations(squares, found.counts, found.means)
         turn_advantages = limited(turn_advantages / (deviations + EPSILON), found.baseline, found.counts)
     advantages = rewards.spread((episode[found.member] + weight * turn_advantages)[found.turn])
     return advantages, advantages
@@ -567,6 +565,16 @@ def state_gae(
     differences[:-1] += gamma * torch.where(found.joined, (values - found.returns)[1:], 0.0)
     advantages = rewards.spread(discounted_sums(differences, found.joined, gamma * lam)[found.turn])
     return advantages, advantages
+
+
+def _deviations(squares: Tensor, counts: Tensor, means: Tensor) -> Tensor:
+    """Return the standard deviations of ``counts`` values each, from the sums of their squared distances to ``means``.
+
+    The divisor of the variance is n-1. The result is 1 where the values are equal up to the rounding of sums, such as
+    those of the rewards of turns. A deviation of 1e-17 would give a replayed member an advantage of sqrt(n).
+    """
+    deviations = (squares / (counts - 1).clamp(min=1)).sqrt()
+    return torch.where(deviations > 1e-9 * (1 + means.abs()), deviations, 1.0)
 
 
 @dataclass(frozen=True)

@@ -348,8 +348,12 @@ def assign_advantages(
     if needs & {"turns", "states"}:
         numbers, states = np.zeros(mask.shape, np.int64), np.zeros(mask.shape, np.int64)
         known: dict[Hashable, int] = {}
+        # A stored member may be older than the states of its environment. Compared by text it meets the fresh ones.
+        stateful = [any(turn.state is not None for turn in member.trajectory.sampled_turns()) for member in members]
+        kinds = {(member.group, states) for member, states in zip(members, stateful, strict=True)}
         for row, member in enumerate(members):
-            keys, end, number = iter(turn_states(member.trajectory)), 0, 0
+            by_text = (member.group, False) in kinds
+            keys, end, number = iter(turn_states(member.trajectory, by_text=by_text)), 0, 0
             for turn in member.trajectory.turns():
                 begin, end = end, end + turn.tokens.size
                 if turn.sampled:
@@ -427,13 +431,13 @@ def _order_of_time(built: SampleSet) -> IntArray | None:
     return order
 
 
-def turn_states(trajectory: Trajectory) -> list[Hashable]:
+def turn_states(trajectory: Trajectory, *, by_text: bool = False) -> list[Hashable]:
     """Return a key of the state in which each turn was sampled, in the order of `Trajectory.sampled_turns`.
 
     Equal keys of trajectories of the same task mean the same state. The key is `Turn.state` if the environment gives
-    it. Otherwise it is the roles and texts of the messages since the model's last one, which are the same in many
-    different states where a message does not tell the whole state. A turn that follows no message, because it continues
-    an answer that was cut off, has a key of its own.
+    it. Otherwise, and with ``by_text``, it is the roles and texts of the messages since the model's last one, which are
+    the same in many different states where a message does not tell the whole state. A turn that follows no message,
+    because it continues an answer that was cut off, has a key of its own.
     """
     keys: list[Hashable] = []
     for segment in trajectory.segments:
@@ -441,7 +445,7 @@ def turn_states(trajectory: Trajectory) -> list[Hashable]:
         for turn in segment:
             if turn.sampled:
                 last = tuple(observed) or (trajectory.id, len(keys))
-                keys.append(last if turn.state is None else turn.state)
+                keys.append(last if turn.state is None or by_text else turn.state)
             if turn.message["role"] == "assistant":
                 observed = []
             else:
