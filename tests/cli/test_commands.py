@@ -255,13 +255,24 @@ def test_an_evaluation_leaves_every_score_and_the_reasons_for_it(gleanrl: Comman
 def test_runs_are_listed_compared_and_deleted(whole: Whole) -> None:
     gleanrl, _ = whole
     options = ("--run.steps", "2", "--evaluation.every", "0", "--learner.lr", "1e-3")
-    in_the_last_evaluation = (PLAY, 9 + 2 * EPISODES + 4, "SIGKILL")
-    assert gleanrl.train("short", *options, at=in_the_last_evaluation).status == -9
-    rows = [line.split() for line in gleanrl.here("runs").stdout.splitlines()]
-    assert ["short", "stopped", "2/2"] in [row[:3] for row in rows]
+
+    def state() -> list[str]:
+        lines = (line.split() for line in gleanrl.here("runs").stdout.splitlines())
+        return next(line[1:3] for line in lines if line[0] == "short")
+
+    for event, status in (("SIGKILL", -9), ("SIGINT", 130)):  # in the last evaluation
+        ended = gleanrl.train("short", *options, at=(PLAY, 9 + 2 * EPISODES + 4, event))
+        assert ended.status == status, ended.stderr
+        assert state() == ["stopped", "2/2"]
+        shutil.rmtree(gleanrl.run("short").path)
+    assert gleanrl.train("short", "--run.steps", "1", *options[2:]).status == 0
+    assert state() == ["finished", "1/1"]
+    assert gleanrl.train("short", *options, "--resume", at=(PLAY, EPISODES + 4, "SIGKILL")).status == -9
+    assert state() == ["stopped", "2/2"]
     assert gleanrl.train("short", *options, "--resume").status == 0
     assert evaluated(gleanrl, "short", "--out", "runs/judged").path == gleanrl.folder / "runs" / "judged"
     assert gleanrl("evaluate", "judged").status == 2
+    shutil.rmtree(gleanrl.run("short").checkpoints_path)  # to save space
     listed = gleanrl.here("runs").stdout.splitlines()
     rows = {line.split()[0]: line.split() for line in listed[1:]}
     assert rows["whole"][1:3] == ["finished", "6/6"]

@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _list(args: argparse.Namespace) -> int:
     from gleanrl.runtime.process import in_use
-    from gleanrl.runtime.run_folder import RunFolder
+    from gleanrl.runtime.run_folder import POLICY, RunFolder
     from gleanrl.tracking.report.facts import facts
 
     if not args.folder.is_dir():
@@ -54,9 +54,8 @@ def _list(args: argparse.Namespace) -> int:
             print(f"gleanrl: warning: {error}", file=sys.stderr)
             continue
         planned = found["planned_steps"]
-        # the last checkpoint is written after the last evaluation, and checkpoints may have been deleted since
-        written = bool(planned) and (folder.checkpoint_path(planned).exists() or folder.model_path.exists())
-        finished = written and found["steps"] == planned
+        ended = folder.exported_step == planned or (folder.path / POLICY).exists()  # an embodied run's policy
+        finished = ended and found["steps"] == planned
         state = "running" if in_use(folder) else "finished" if finished else "stopped"
         changed = folder.metrics_path if folder.metrics_path.exists() else folder.config_path
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(changed.stat().st_mtime))

@@ -30,7 +30,7 @@ from gleanrl.embodied.settings import EmbodiedConfig
 from gleanrl.runtime.checkpoints import Checkpoints
 from gleanrl.runtime.evaluation import EvaluationResult
 from gleanrl.runtime.process import handle_signals, open_run
-from gleanrl.runtime.run_folder import Checkpoint, OpenMonitors, RunFolder, RunInfo
+from gleanrl.runtime.run_folder import POLICY, Checkpoint, OpenMonitors, RunFolder, RunInfo
 from gleanrl.schedule.timeline import Timeline
 from gleanrl.utils import atomic
 from gleanrl.utils.errors import UserError
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-POLICY = "policy.safetensors"
 DEVICE_WORK = ("sample", "train", "evaluate", "checkpoint")
 
 

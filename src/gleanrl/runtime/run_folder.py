@@ -30,6 +30,9 @@ log = logging.getLogger(__name__)
 _CHECKPOINT = re.compile(r"step-(\d+)")
 _ROLLOUTS = re.compile(r"step-(\d+)\.jsonl\.zst")
 
+POLICY = "policy.safetensors"
+"""File in the folder of an embodied run: the policy after the last step."""
+
 MODEL_STEP = "step.txt"
 """File in the folder of an exported model: the number of steps that it was trained for. The metrics of its run do not
 tell this, because the run may have been continued."""
@@ -113,6 +116,15 @@ class RunFolder:
     def name(self) -> str:
         """Name of the run, which is that of the folder."""
         return self.path.resolve().name
+
+    @property
+    def exported_step(self) -> int | None:
+        """Number of steps of the model that the run has written at its end; None if it has not.
+
+        It is written after everything else. A run that was continued keeps the earlier one until then.
+        """
+        path = self.model_path / MODEL_STEP
+        return int(path.read_text()) if path.exists() else None
 
     def rollout_path(self, step: int) -> Path:
         """Return the path of the rollouts that ``step`` was trained on."""
