@@ -369,13 +369,16 @@ def test_difficulty_is_checked_only_if_tasks_are_chosen_by_it(folder: Path) -> N
     wrap(folder, ReplaySettings(tasks="difficulty", difficulty=8), Stream(NAMES, 8))
 
 
-def test_proposals_for_refunded_tickets_do_not_count_as_progress(folder: Path) -> None:
+@pytest.mark.parametrize("batch", [4, 1])
+def test_proposals_for_refunded_tickets_do_not_count_as_progress(folder: Path, batch: int) -> None:
     """Replacing dropped groups does not bring the start of replay closer."""
     curriculum = wrap(folder, ReplaySettings(start_progress=0.3), Stream(NAMES, 4), 4)
-    for count in (4, 1, 1, 1, 4, 1, 1, 4):
-        propose(curriculum, count)
-        assert not curriculum.on
-    propose(curriculum, 1)
+    for replaced in (3, 2, 0):
+        for count in (batch, *[1] * replaced):
+            propose(curriculum, count)
+            assert not curriculum.on
+        curriculum.observe([], {})
+    propose(curriculum, batch)
     assert curriculum.on
 
 
@@ -873,6 +876,7 @@ def test_shares_and_progress_survive_a_checkpoint(folder: Path, caplog: Any) -> 
     curriculum = wrap(folder, replay, Stream(NAMES[:20], 4), 4)
     for _ in range(3):
         propose(curriculum, 4)
+        curriculum.observe([], {})
     states = [json.dumps(curriculum.state_dict())]
     with caplog.at_level(logging.INFO):
         propose(curriculum, 4)  # logs that the pool is empty
@@ -915,7 +919,11 @@ def test_no_replayed_task_is_owed_for_proposals_before_the_start(folder: Path) -
     replay = ReplaySettings(start_progress=0.5, probe_fraction=0)
     curriculum = wrap(folder, replay, Stream(NAMES[:20], 4), 4, total_batches=6)
     curriculum.pool.observe([group(f"t{i}", 2, 4) for i in range(20, 40)], 0)
-    assert [bool(propose(curriculum, 1)[0].replayed) for _ in range(7)] == [False] * 4 + [True, False, True]
+    replayed = []
+    for _ in range(7):
+        replayed.append(bool(propose(curriculum, 1)[0].replayed))
+        curriculum.observe([], {})
+    assert replayed == [False] * 4 + [True, False, True]
 
 
 def test_metrics_of_a_plan_are_reported_once_wherever_a_checkpoint_falls(folder: Path) -> None:

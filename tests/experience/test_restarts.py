@@ -212,6 +212,21 @@ def test_the_start_moves_with_the_success_of_the_group(tmp_path: Path) -> None:
         assert restarts.draw(3, np.random.default_rng(0), set()) == []  # it is solved from its beginning now
 
 
+def test_of_groups_planned_with_the_same_start_one_moves_it(tmp_path: Path) -> None:
+    """With staleness, several are planned before the first is learned from. Earlier starts were not tried yet."""
+    with ExperiencePool(tmp_path / "pool.sqlite", ReplaySettings()) as pool:
+        stored(pool, "hard", 5, solved=0, attempts=4)
+        restarts, planned = Restarts(pool, ReplaySettings(), 4), []
+        for _ in range(3):
+            drawn = restarts.draw(1, np.random.default_rng(0), set())
+            restarts.commit(drawn)
+            planned.append(drawn[0][0])
+        for spec in planned:
+            restarts.observe([restarted(restarts, spec, 1.0)])
+        [(spec, _)] = restarts.draw(1, np.random.default_rng(0), set())
+        assert [sum(turn.sampled for turn in each.start) for each in (*planned, spec)] == [3, 3, 3, 2]
+
+
 def test_a_group_with_fewer_members_is_hard_by_its_rate(tmp_path: Path) -> None:
     with ExperiencePool(tmp_path / "pool.sqlite", ReplaySettings()) as pool:
         for name, solved, attempts in (("a", 1, 4), ("b", 1, 3), ("c", 1, 2), ("d", 2, 4), ("e", 0, 1)):

@@ -431,8 +431,8 @@ class ReplaySettings(Settings):
     """Maximum number of stored trajectories per task. Beyond it, some are evicted, as the ranking `select` says."""
     keep_failures: NonNegative = 0
     """Number of failures of each task that the pool keeps as well, the newest ones with distinct tokens. Failures are
-    fresh trajectories with a valid score below `success_threshold`. They are stored apart from the successes and are
-    never replayed in groups. 0 = none."""
+    fresh trajectories with a valid score below `success_threshold`. They are stored apart from the successes, and
+    nothing in the package trains on them: they are for learners and curricula of your own. 0 = none."""
     retire_after: Positive = 2
     """Number of consecutive fresh groups without a failure after which a task is retired: it is neither played nor
     replayed, except by `probe_fraction`."""

@@ -248,11 +248,18 @@ class ReplayCurriculum:
         self._plan_seconds += perf_counter() - started - (self._recall.seconds - selecting)
         return specs
 
+    def _progress(self, steps: int) -> float:
+        """Return the share of the batches that is planned, no more than those of ``steps`` and the staleness bound.
+
+        In batches of one group, ``batches`` counts the groups that replace dropped ones too.
+        """
+        return min(self._state.batches, steps + self._staleness) / self._total_batches
+
     def _begin_if_due(self) -> None:
         state, settings = self._state, self.settings
         if state.on:
             return
-        progress, rate = state.batches / self._total_batches, settings.start_solve_rate
+        progress, rate = self._progress(state.steps), settings.start_solve_rate
         if rate is not None and state.tried and self.solve_rate >= rate:
             state.on, state.began = True, "solve_rate"
             log.info("replay begins: fresh rollouts solve %.0f%% of late", 100 * self.solve_rate)
@@ -290,7 +297,7 @@ class ReplayCurriculum:
         metrics["replay/on"] = float(state.on)
         for start in _STARTS:
             metrics[f"replay/on_by_{start}"] = float(state.began == start)
-        metrics["replay/progress"] = state.batches / self._total_batches
+        metrics["replay/progress"] = self._progress(state.steps + 1)
         metrics["replay/solve_rate"] = sum(successes) / len(successes) if successes else 0.0
         metrics["replay/solve_rate_running"] = self.solve_rate
 

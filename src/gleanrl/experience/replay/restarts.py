@@ -104,8 +104,10 @@ class Restarts:
                 rate = sum(trajectory.score.reaches(self._threshold) for trajectory in valid) / len(valid)
                 solved.append(rate)
                 turns.append(sum(turn.sampled for turn in group.spec.start))
-                step = -1 if rate >= EARLIER else 1 if rate <= LATER else 0
-                cut[1] = min(max(cut[1] + step, 0), cut[2] - 1)
+                # Of groups that were planned ahead with the same start, only the first to be learned from moves it.
+                if turns[-1] == cut[1]:
+                    step = -1 if rate >= EARLIER else 1 if rate <= LATER else 0
+                    cut[1] = min(max(cut[1] + step, 0), cut[2] - 1)
         metrics = {"restart/groups": float(len(solved)), "restart/refused": float(refused)}
         if solved:
             metrics |= {"restart/success": float(np.mean(solved)), "restart/turns": float(np.mean(turns))}
