@@ -425,6 +425,12 @@ def test_replay_begins_at_start_progress(folder: Path) -> None:
     assert replay_began(curriculum, [0] * 6) == [False] * 4 + [True] * 2
 
 
+def test_a_run_that_is_resumed_with_replay_has_planned_the_batches_of_its_staleness_bound(folder: Path) -> None:
+    curriculum = wrap(folder, ReplaySettings(start_progress=0.6), Stream(NAMES, 4), 4, first_step=4, staleness=2)
+    propose(curriculum, 4)
+    assert curriculum.on
+
+
 def test_replay_begins_at_start_solve_rate_and_does_not_end_again(folder: Path) -> None:
     curriculum = wrap(folder, ReplaySettings(start_solve_rate=0.35), Stream(NAMES, 4), 4)
     solved = [0, 0, 2, 2, 2, 2, 0, 0, 0, 0]

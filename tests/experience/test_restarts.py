@@ -26,7 +26,8 @@ from gleanrl.samplers.scripted import ScriptedSampler
 from gleanrl.simulate import virtual_time
 from gleanrl.train import score_trajectory, train
 from gleanrl.types import START_TURNS, Group, GroupSpec, Message, Score, StopReason, Task, Trajectory, Turn
-from tests.experience.replay_world import group, make_replay_run
+from tests.experience.replay_world import Stream, group, make_replay_run
+from tests.experience.test_curriculum import propose, wrap
 from tests.loop_world import GuessEnvironment, renderer, tasks
 from tests.rewards.service import Plan, Service
 from tests.strategies import examples
@@ -246,6 +247,17 @@ def test_tasks_that_are_solved_from_their_beginning_leave_their_places_to_others
         for seed in range(10):
             drawn = restarts.draw(3, np.random.default_rng(seed), set())
             assert sorted(spec.task.id for spec, _ in drawn) == ["open-0", "open-1", "open-2"]
+
+
+def test_restarts_do_not_accumulate_while_no_task_is_hard(tmp_path: Path) -> None:
+    settings = ReplaySettings(restart_share=0.25, task_ratio=0.0)
+    curriculum = wrap(tmp_path, settings, Stream([f"t{i}" for i in range(30)], 4), 4)
+    with curriculum.pool as pool:
+        for _ in range(8):
+            propose(curriculum, 4)
+        for i in range(5):
+            stored(pool, f"hard {i}", 5, solved=0, attempts=4)
+        assert [sum(bool(spec.start) for spec in propose(curriculum, 4)) for _ in range(3)] == [2, 1, 1]
 
 
 def test_successes_of_limited_sources_are_not_restarted(tmp_path: Path) -> None:
