@@ -121,8 +121,12 @@ def _start_ranks(count: int, threads: int, *, cuda: bool) -> Iterator[Ranks]:
             with suppress(RuntimeError):  # raised if the run has ended and the connection is closed
                 ranks.fail(f"{ended}; continue from the last checkpoint with --resume")
 
-    for rank, process in enumerate(processes, start=1):
-        threading.Thread(target=watch, args=(rank, process), daemon=True).start()
+    watchers = [
+        threading.Thread(target=watch, args=(rank, process), daemon=True)
+        for rank, process in enumerate(processes, start=1)
+    ]
+    for watcher in watchers:
+        watcher.start()
     threading.Thread(target=join, daemon=True).start()
     try:
         try:
@@ -150,6 +154,9 @@ def _start_ranks(count: int, threads: int, *, cuda: bool) -> Iterator[Ranks]:
         started.set()
         for process in processes:
             process.kill()
+        # Python aborts at its exit if a thread is in torch's store then.
+        for watcher in watchers:
+            watcher.join(ENDING_S)
         os.close(writer)
         if ranks is not None:
             ranks.join_thread()
