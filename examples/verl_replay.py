@@ -1,6 +1,7 @@
 """Experience replay in a training loop with verl's functions. Runs on a CPU in about a minute.
 
-    pip install 'gleanrl' ray tensordict hydra-core codetiming torchdata orjson aiohttp && pip install --no-deps verl==0.9.1
+    pip install 'gleanrl' ray tensordict hydra-core codetiming torchdata orjson aiohttp
+    pip install --no-deps verl==0.9.1
     python examples/verl_replay.py
 
 A tiny model learns to spell words backward. The loop in `train` has the steps of verl's `RayPPOTrainer.fit` (rollout,
