@@ -187,30 +187,22 @@ def _gains(tuned: Mapping[str, Mapping[int, Row]], seeds: Sequence[int]) -> None
 
 
 def _halves(tuned: Mapping[str, Mapping[int, Row]], seeds: Sequence[int]) -> None:
-    """Print the success of each arm after half of the fresh rollouts, less the final success of "on-policy".
-
-    Only for runs with an evaluation at half of their rollouts.
-    """
-    runs = [row for own in tuned.values() for row in own.values()]
-    if "on-policy" not in tuned or any(_half(row) is None for row in runs):
+    """Print the success of each arm after half of the fresh rollouts, less the final success of "on-policy"."""
+    if "on-policy" not in tuned:
         return
     print(
         "\nSuccess after half of the rollouts, and its difference to the final success of on-policy, paired by seed:\n"
     )
     table_row(["arm", *WHAT, *(f"{what}, over on-policy at the end" for what in WHAT)], head=True)
-    for arm, own in tuned.items():
-        halves = {seed: _half(own[seed]) or {} for seed in seeds}
-        cells = [arm, *(f"{statistics.mean(half[what] for half in halves.values()):.3f}" for what in WHAT.values())]
+    for arm, runs in tuned.items():
+        halves: list[str] = []
+        gains: list[str] = []
         for what in WHAT.values():
-            gains = [halves[seed][what] - final(tuned["on-policy"][seed], what) for seed in seeds]
-            cells.append(mean_text(gains, "+"))
-        table_row(cells)
-
-
-def _half(row: Row) -> Mapping[str, float] | None:
-    """Return the point of a run's curve after half of its fresh rollouts, or None if it was not evaluated there."""
-    last = row["curve"][-1]["rollouts"]
-    return next((point for point in row["curve"] if 2 * point["rollouts"] == last), None)
+            curves = {seed: runs[seed]["curve"] for seed in seeds}
+            half = {seed: at(curve, "rollouts", curve[-1]["rollouts"] / 2, what) for seed, curve in curves.items()}
+            halves.append(f"{statistics.mean(half.values()):.3f}")
+            gains.append(mean_text([half[seed] - final(tuned["on-policy"][seed], what) for seed in seeds], "+"))
+        table_row([arm, *halves, *gains])
 
 
 def _between(tuned: Mapping[str, Mapping[int, Row]], seeds: Sequence[int]) -> None:

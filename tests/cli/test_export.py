@@ -133,24 +133,29 @@ def hub() -> Iterator[Hub]:
         yield hub
 
 
+REFUSALS = [
+    ("repos/create", 401, "token"),
+    ("repos/create", 409, "not understood"),  # it lacks the address of the repository
+    ("repos/create", 500, "500"),
+    ("repos/create", 0, "Timeout"),
+    ("preupload", 404, "repository"),
+    ("commit", 403, "token"),
+    ("commit", 409, "409"),
+]
+RETRIED = [("commit", 500, "500"), ("commit", 0, "Timeout")]  # the hub's client tries these again for half a minute
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("failures", [REFUSALS, pytest.param(RETRIED, marks=pytest.mark.heavy)])
 def test_a_hub_that_refuses_or_does_not_answer_ends_the_upload_in_one_line(
-    hub: Hub, whole: Whole, environment: dict[str, str], tmp_path: Path
+    hub: Hub, whole: Whole, environment: dict[str, str], tmp_path: Path, failures: list[tuple[str, int, str]]
 ) -> None:
     online = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "hf"), "HF_TOKEN": TOKEN}
     environment = {**environment, **online, "HF_HUB_DOWNLOAD_TIMEOUT": "2"}
     server = Server(environment)
     gleanrl = CommandLine(whole[0].folder, server, environment)
     try:
-        for place, status, said in (
-            ("repos/create", 401, "token"),
-            ("repos/create", 409, "not understood"),  # it lacks the address of the repository
-            ("repos/create", 500, "500"),
-            ("repos/create", 0, "Timeout"),
-            ("preupload", 404, "repository"),
-            ("commit", 403, "token"),
-            ("commit", 409, "409"),
-        ):  # after a 500 or a timeout of a commit, the hub's client tries again for half a minute
+        for place, status, said in failures:
             hub.fails = (place, status)
             ended = gleanrl(
                 "export", "whole", "--out", str(tmp_path / f"{place[:6]}{status}"), "--push-to-hub", "me/it"

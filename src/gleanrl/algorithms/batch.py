@@ -349,11 +349,9 @@ def assign_advantages(
         numbers, states = np.zeros(mask.shape, np.int64), np.zeros(mask.shape, np.int64)
         known: dict[Hashable, int] = {}
         # A stored member may be older than the states of its environment. Compared by text it meets the fresh ones.
-        stateful = [any(turn.state is not None for turn in member.trajectory.sampled_turns()) for member in members]
-        kinds = {(member.group, states) for member, states in zip(members, stateful, strict=True)}
+        by_text = {m.group for m in members if all(turn.state is None for turn in m.trajectory.sampled_turns())}
         for row, member in enumerate(members):
-            by_text = (member.group, False) in kinds
-            keys, end, number = iter(turn_states(member.trajectory, by_text=by_text)), 0, 0
+            keys, end, number = iter(turn_states(member.trajectory, by_text=member.group in by_text)), 0, 0
             for turn in member.trajectory.turns():
                 begin, end = end, end + turn.tokens.size
                 if turn.sampled:
